@@ -1,0 +1,22 @@
+"""The library handle of the `swa_inductor` namespace and the one way to register an op in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+NAMESPACE = "swa_inductor"
+OPS: list[str] = []
+"""Names of the registered ops, in order of registration."""
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define(schema: str, *, fake: Callable[..., object], eager: Callable[..., object]) -> None:
+    """Register an op: written schema (a call costs 5 us, `custom_op` 18 us), fake and eager implementation."""
+    name = schema.split("(", 1)[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    OPS.append(name)

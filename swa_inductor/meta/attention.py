@@ -1,0 +1,68 @@
+"""swa_inductor::attention: sliding-window attention that reads its keys from the rings, without an index tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swa_inductor import checks, reference
+from swa_inductor.meta._library import define
+
+SCHEMA = (
+    "attention(Tensor q, Tensor cache, Tensor state_ids, Tensor positions, Tensor? valid_start=None, "
+    "Tensor? sinks=None, *, int window, float scale, str kv_format, int? v_head_dim=None, int tokens_per_step=1, "
+    "float? softcap=None, bool return_lse=False) -> (Tensor, Tensor)"
+)
+
+
+def fake(
+    q: Tensor,
+    cache: Tensor,
+    state_ids: Tensor,
+    positions: Tensor,
+    valid_start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    window: int,
+    scale: float,
+    kv_format: str,
+    v_head_dim: int | None = None,
+    tokens_per_step: int = 1,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    checks.check_attention(
+        q, cache, state_ids, positions, valid_start, sinks, window, kv_format, v_head_dim, tokens_per_step, softcap
+    )
+    tokens, heads, dim = q.shape
+    out = q.new_empty((tokens, heads, dim if v_head_dim is None else v_head_dim))
+    return out, q.new_empty((tokens, heads) if return_lse else (0,), dtype=torch.float32)
+
+
+def eager(
+    q: Tensor,
+    cache: Tensor,
+    state_ids: Tensor,
+    positions: Tensor,
+    valid_start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    window: int,
+    scale: float,
+    kv_format: str,
+    v_head_dim: int | None = None,
+    tokens_per_step: int = 1,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    checks.check_attention(
+        q, cache, state_ids, positions, valid_start, sinks, window, kv_format, v_head_dim, tokens_per_step, softcap
+    )
+    checks.check_values(cache, state_ids, positions, valid_start, tokens_per_step)
+    out, lse = reference.attention(
+        q, cache, state_ids, positions, valid_start, sinks, window, scale, kv_format, v_head_dim, softcap
+    )
+    return out.to(q.dtype), lse if return_lse else lse.new_empty(0)
+
+
+define(SCHEMA, fake=fake, eager=eager)
