@@ -9,7 +9,7 @@ from swa_inductor.meta._library import define
 
 SCHEMA = (
     "store(Tensor k, Tensor? v, Tensor(a!) cache, Tensor state_ids, Tensor positions, *, "
-    "str kv_format, float min_amax=1e-4) -> ()"
+    "str kv_format, float min_amax) -> ()"
 )
 
 
@@ -27,7 +27,7 @@ def eager(
     positions: Tensor,
     *,
     kv_format: str,
-    min_amax: float = 1e-4,
+    min_amax: float,
 ) -> None:
     checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
     checks.check_values(cache, state_ids, positions)

@@ -1,0 +1,181 @@
+"""The only door to private Inductor names: everything that differs between torch versions is settled here.
+
+Supported: torch 2.11 to 2.15. The rest of the package imports these names and none of `torch._inductor`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.ir import ir_node_to_tensor
+from torch._inductor.lowering import empty_strided, fallback_handler, lowerings, register_lowering
+from torch._inductor.select_algorithm import (
+    SymbolicGridFn,
+    TritonTemplate,
+    autotune_select_algorithm,
+    realize_inputs,
+)
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from swa_inductor.errors import UnsupportedError
+
+__all__ = [
+    "SymbolicGridFn",
+    "cudagraph_recordings",
+    "current_output",
+    "empty_buffer",
+    "fixed_layout",
+    "inline",
+    "int_of",
+    "lower",
+    "render_template",
+    "triton_template",
+]
+
+SUPPORTED_TORCH = ((2, 11), (2, 15))
+
+_version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+if not SUPPORTED_TORCH[0] <= _version <= SUPPORTED_TORCH[1]:
+    warnings.warn(
+        f"swa_inductor supports torch {SUPPORTED_TORCH[0][0]}.{SUPPORTED_TORCH[0][1]} to "
+        f"{SUPPORTED_TORCH[1][0]}.{SUPPORTED_TORCH[1][1]}; this is torch {torch.__version__}",
+        stacklevel=2,
+    )
+
+
+def lower(op: Any, *, cuda: Callable[..., Any], cpu: Callable[..., Any] | None) -> None:
+    """Register the lowering of an op: `cuda` builds a Triton template, `cpu` builds IR; None leaves the op a call."""
+    call_op = fallback_handler(op, add_to_fallback_set=False)
+
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        device = next(a for a in args if isinstance(a, ir.TensorBox)).get_device()
+        if device.type == "cuda":
+            return cuda(*args, **kwargs)
+        if device.type == "cpu":
+            return (cpu or call_op)(*args, **kwargs)
+        raise UnsupportedError(f"{op}: got tensors on {device}; allowed: cuda, cpu")
+
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def triton_template(name: str, grid: Callable[..., Any], source: str) -> TritonTemplate:
+    """A template under a process-global, unique name."""
+    return TritonTemplate(name=f"swa_{name}", grid=SymbolicGridFn(grid), source=source)
+
+
+def render_template(
+    template: TritonTemplate,
+    inputs: Sequence[Any],
+    layout: Any,
+    *,
+    mutated: Sequence[int] = (),
+    producers: Sequence[int] = (),
+    call_sizes: Sequence[Any],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
+) -> Any:
+    """One kernel launch. `inputs[i]` for i in `mutated` are written in place; producers of `producers` may be fused."""
+    nodes = list(realize_inputs(*inputs))
+    for node in nodes:
+        node.freeze_layout()
+    choices: list[Any] = []
+    error = template.maybe_append_choice(
+        choices,
+        input_nodes=tuple(nodes),
+        layout=layout,
+        mutated_inputs=[nodes[i] for i in mutated],
+        call_sizes=list(call_sizes),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **constants,
+    )
+    if error is not None:
+        raise UnsupportedError(f"{template.name}: {error}")
+    out = autotune_select_algorithm(template.name, choices, nodes, layout)
+    if isinstance(out, tuple):  # from 2.13 the selected choice comes along
+        out = out[0]
+    _allow_producers(out, [nodes[i] for i in producers])
+    return out
+
+
+def _allow_producers(out: Any, producers: Sequence[Any]) -> None:
+    """Let pointwise producers fuse in front of a template.
+
+    Inductor's heuristics refuse producers that upcast or read more bytes than they write (a slice of a merged projection
+    counts whole). Both are worth it here: each element is read by one program only. Templates with mutated inputs are
+    refused from 2.13 on unless they say that what they write does not alias what the producer reads; a cache never
+    feeds the producer of a kernel that writes it, because the producer's result would have been realized before.
+    """
+    buffer = out.data.data
+    buffer.has_aliasing_or_mutation_for_prologue_fusion = lambda node: False
+    for node in producers:
+        data = node.data if isinstance(node, ir.StorageBox) else node
+        if isinstance(data, ir.ComputedBuffer):
+            V.graph.invoke_quant_ops.add(data.get_operation_name())
+
+
+def fixed_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
+    """Contiguous layout of a new tensor."""
+    return ir.FixedLayout(device, dtype, list(size), ir.FlexibleLayout.contiguous_strides(list(size)))
+
+
+def empty_buffer(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """An uninitialised tensor, for a template to write as a mutated input."""
+    return empty_strided(list(size), None, dtype=dtype, device=device)
+
+
+def current_output(index: int) -> torch.Tensor:
+    """The fake output `index` of the op being lowered: what the rest of the graph expects of it."""
+    return V.graph.current_node.meta["val"][index]
+
+
+def int_of(size: Any) -> int:
+    """A size as a Python int, guarding on it: for dims that are model constants."""
+    return V.graph.sizevars.guard_int(size)
+
+
+def inline(fn: Callable[..., Any], *nodes: Any) -> Any:
+    """Trace a torch function over IR nodes (None allowed) and lower what it does, in place of the op."""
+    present = [n for n in nodes if n is not None]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        return fn(*(None if n is None else next(rest) for n in nodes))
+
+    with V.fake_mode:
+        fakes = [ir_node_to_tensor(n) for n in present]
+        graph = make_fx(call, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+    return inline_subgraph_to_ir_nodes(graph, present, "swa_inline")
+
+
+def index_put(target: Any, indices: Sequence[Any], values: Any) -> None:
+    """target[indices] = values, in place."""
+    lowerings[torch.ops.aten.index_put_.default](target, list(indices), values)
+
+
+def cudagraph_recordings() -> int:
+    """CUDA graphs that `mode="reduce-overhead"` has recorded and kept in this process, all devices."""
+    from torch._inductor import cudagraph_trees
+
+    if not torch.cuda.is_available():
+        return 0
+    return sum(_recorded(cudagraph_trees.get_manager(i, create_if_none_exists=False)) for i in range(torch.cuda.device_count()))
+
+
+def _recorded(manager: Any) -> int:
+    if manager is None:
+        return 0
+    pending = [node for nodes in manager.roots.values() for node in nodes]
+    count = 0
+    while pending:
+        count += 1
+        pending.extend(child for children in pending.pop().children.values() for child in children)
+    return count
