@@ -27,16 +27,22 @@ def encode(x: Tensor, kv_format: str, min_amax: float) -> Tensor:
     mxfp8 (blocks of 32 along D): byte = ceil(log2(amax / 448)) + 127, by integers; data = e4m3fn(x * 2^(127 - byte)),
     round to nearest even, saturating. NaN gives data 0x7F and does not take part in amax; an infinity gives byte 254.
     """
+    return _bytes(x, kv_format, min_amax).to(torch.uint8)
+
+
+def _bytes(x: Tensor, kv_format: str, min_amax: float) -> Tensor:
+    """Stored bytes as int32, made by arithmetic alone: compiled CPU code has no uint8 `cat` and no widening `view`."""
     if kv_format != "mxfp8":
-        raw = x.to(RAW_DTYPES[kv_format]).contiguous()
-        return raw.view(torch.uint8)
+        x = x.to(RAW_DTYPES[kv_format]).contiguous()
+        bits = x.view(torch.int32) if x.element_size() == 4 else x.view(torch.int16).int()
+        shifts = torch.arange(0, 8 * x.element_size(), 8, dtype=torch.int32, device=x.device)
+        return ((bits[..., None] >> shifts) & 0xFF).flatten(-2)
     x = x.float().unflatten(-1, (-1, MXFP8_BLOCK))
     scale = block_scale(x, min_amax)
     # 2^(127 - byte) in two factors: for byte 254 it is subnormal, and compiled CPU code may flush subnormals.
     half = (127 - scale) >> 1
-    y = x * _exp2(half) * _exp2(127 - scale - half)
-    data = e4m3_bytes(y)
-    return torch.cat([data.flatten(-2), scale.squeeze(-1).to(torch.uint8)], -1)
+    data = e4m3_codes(x * _exp2(half) * _exp2(127 - scale - half))
+    return torch.cat([data.flatten(-2), scale.squeeze(-1)], -1)
 
 
 def block_scale(x: Tensor, min_amax: float) -> Tensor:
@@ -49,15 +55,15 @@ def block_scale(x: Tensor, min_amax: float) -> Tensor:
     return torch.where(bits == 0x7F800000, 254, byte.clamp(1, 254))
 
 
-def e4m3_bytes(y: Tensor) -> Tensor:
-    """fp32 -> e4m3fn bytes: round to nearest even, saturate at 448, keep the sign of zero, NaN -> 0x7F."""
+def e4m3_codes(y: Tensor) -> Tensor:
+    """fp32 -> e4m3fn codes as int32: round to nearest even, saturate at 448, keep the sign of zero, NaN -> 0x7F."""
     bits = y.contiguous().view(torch.int32)
     mag = torch.where(bits & 0x7FFFFFFF > 0x7F800000, 0, bits & 0x7FFFFFFF).clamp(max=float_bits(448.0))
     normal = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - (120 << 3)
     # Adding 2^14 leaves a mantissa step of 2^-9, the step of e4m3 subnormals: the addition itself rounds to even.
     subnormal = (mag.view(torch.float32) + 16384.0).view(torch.int32) - float_bits(16384.0)
     code = torch.where(mag < float_bits(2.0**-6), subnormal, normal) | ((bits >> 24) & 0x80)
-    return torch.where(bits & 0x7FFFFFFF > 0x7F800000, 0x7F, code).to(torch.uint8)
+    return torch.where(bits & 0x7FFFFFFF > 0x7F800000, 0x7F, code)
 
 
 def decode(stored: Tensor, kv_format: str) -> Tensor:
@@ -80,8 +86,10 @@ def ue8m0_value(byte: Tensor) -> Tensor:
 
 def encode_record(k: Tensor, v: Tensor | None, kv_format: str, min_amax: float) -> Tensor:
     """K and V vectors [T, H_kv, D] -> records uint8 [T, H_kv, record]: the K vector, then V unless K = V."""
-    stored = encode(k, kv_format, min_amax)
-    return stored if v is None else torch.cat([stored, encode(v, kv_format, min_amax)], -1)
+    stored = _bytes(k, kv_format, min_amax)
+    if v is not None:
+        stored = torch.cat([stored, _bytes(v, kv_format, min_amax)], -1)
+    return stored.to(torch.uint8)
 
 
 def decode_record(record: Tensor, kv_format: str, head_dim: int, v_head_dim: int | None) -> tuple[Tensor, Tensor]:
