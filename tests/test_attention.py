@@ -1,0 +1,259 @@
+"""swa_inductor::attention: the rules of the window, and the generated sm_90 source against fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import ATTENTION_ARGS, BY_NAME, CASES, Case, attention_op, decode_inputs, filled_cache, steps, vectors
+from numerics import assert_as_good_as, assert_same
+from torch.testing import FileCheck
+
+import swa_inductor as swa
+from swa_inductor import reference
+from swa_inductor.testing import generate_code, run_on_cpu
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+def exact(case: Case, x: dict, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = case.spec
+    return reference.attention(
+        *(x[name] for name in ATTENTION_ARGS),
+        spec.window,
+        spec.head_dim**-0.5,
+        spec.kv_format,
+        spec.v_head_dim,
+        case.softcap,
+        dtype,
+    )
+
+
+def by_hand(case: Case, x: dict, t: int, h: int) -> tuple[torch.Tensor, float]:
+    """The formula of one query and one head, key by key, in fp64: a second opinion on reference.attention."""
+    spec, slot, p = case.spec, int(x["state_ids"][t]), int(x["positions"][t])
+    start = 0 if x["valid_start"] is None else int(x["valid_start"][t])
+    lo = max(p - spec.window + 1, start, 0)
+    scores, values = [], []
+    for j in range(lo, p + 1):
+        record = x["cache"][slot, j % spec.rows, h // (case.heads // spec.num_kv_heads)]
+        k, v = reference.decode_record(record, spec.kv_format, spec.head_dim, spec.v_head_dim)
+        s = float(x["q"][t, h].double() @ k.double()) * spec.head_dim**-0.5
+        scores.append(s if case.softcap is None else case.softcap * math.tanh(s / case.softcap))
+        values.append(v.double())
+    weights = torch.tensor(scores, dtype=torch.float64).exp()
+    total = weights.sum() + (0 if x["sinks"] is None else math.exp(float(x["sinks"][h])))
+    return (weights[:, None] * torch.stack(values)).sum(0) / total, math.log(float(weights.sum()))
+
+
+@every_case
+def test_reference_is_the_formula(case: Case) -> None:
+    x = decode_inputs(case)
+    out, lse = exact(case, x)
+    for t in (0, len(out) // 3, len(out) - 1):
+        if x["state_ids"][t] >= 0:
+            o, ell = by_hand(case, x, t, case.heads - 1)
+            torch.testing.assert_close(out[t, -1], o, rtol=1e-9, atol=1e-12)
+            assert abs(float(lse[t, -1]) - ell) < 1e-9
+
+
+@every_case
+def test_generated_source(case: Case) -> None:
+    """The kernel that an sm_90 GPU would run, executed: right against fp64, pad rows 0 and -inf."""
+    x = decode_inputs(case)
+    args = [x[name] for name in ATTENTION_ARGS]
+    code = generate_code(attention_op(case), *args)
+    assert code.launches == code.kernels and code.count("swa_attention") + code.count("attention") >= 1
+    assert len(code.launches) == 1
+    out, lse = run_on_cpu(code, args)
+    want, want_lse = exact(case, x)
+    plain, plain_lse = exact(case, x, case.dtype)
+    live = x["state_ids"] >= 0
+    assert out.dtype == case.dtype and not out[~live].any() and (lse[~live] == -math.inf).all()
+    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype), factor=2.0 if case.dtype == torch.float32 else 1.0)
+    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=2e-5)
+
+
+@every_case
+def test_eager(case: Case) -> None:
+    x = decode_inputs(case)
+    out, lse = attention_op(case)(*(x[name] for name in ATTENTION_ARGS))
+    want, want_lse = exact(case, x)
+    plain, _ = exact(case, x, case.dtype)
+    assert_as_good_as(out, want, plain.to(case.dtype), factor=2.0 if case.dtype == torch.float32 else 1.0)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["v4", "gpt-oss", "mimo", "narrow-v", "mha-fp16"])
+@pytest.mark.parametrize("poison", [0x7F, 0xFF])
+def test_rows_that_are_not_visible_do_not_matter(name: str, poison: int) -> None:
+    """Every row outside the window of every query, and every padded query, holds NaN codes (D8, A13, A15)."""
+    case = BY_NAME[name]
+    x = decode_inputs(case)
+    spec = case.spec
+    visible = torch.zeros(case.slots, spec.rows, dtype=torch.bool)
+    lo, n = reference.visible_range(x["cache"], x["state_ids"], x["positions"], x["valid_start"], spec.window)
+    for t in range(len(n)):
+        for j in range(int(n[t])):
+            visible[x["state_ids"][t], (int(lo[t]) + j) % spec.rows] = True
+    poisoned = dict(x, cache=torch.where(visible[..., None, None], x["cache"], poison), q=x["q"].clone())
+    poisoned["q"][x["state_ids"] < 0] = math.nan
+    code = generate_code(attention_op(case), *(x[name] for name in ATTENTION_ARGS))
+    for run in (lambda *a: run_on_cpu(code, a), attention_op(case)):
+        for clean, other in zip(
+            run(*(x[n] for n in ATTENTION_ARGS)), run(*(poisoned[n] for n in ATTENTION_ARGS)), strict=True
+        ):
+            assert_same(other, clean)
+
+
+@pytest.mark.parametrize("name", ["v4", "narrow-v"])
+def test_draft_rows_do_not_leak_between_tokens_of_a_step(name: str) -> None:
+    """A NaN record at the last position of a step reaches only the query that sees it, though one program serves all."""
+    case = BY_NAME[name]
+    d = case.spec.tokens_per_step
+    state_ids, positions = steps(case, [300], [1])
+    _, _, q = vectors(case, d)
+    cache = filled_cache(case)
+    args = (q, cache, state_ids, positions, None, None)
+    code = generate_code(attention_op(case, return_lse=False), *args)
+    clean, *_ = run_on_cpu(code, args)
+    k, v, _ = vectors(case, 1)
+    bad = (k, k.new_full(v.shape, math.nan)) if v is not None else (k.new_full(k.shape, math.nan), None)
+    swa.store(*bad, cache, state_ids[-1:], positions[-1:], spec=case.spec)
+    for out in (run_on_cpu(code, args)[0], attention_op(case, return_lse=False)(*args)):
+        assert out[-1].isnan().all() and out[:-1].isfinite().all()
+    assert_same(run_on_cpu(code, args)[0][:-1], clean[:-1])
+
+
+def test_window_counts_the_query_itself() -> None:
+    """A3: a key that dominates is seen W - 1 positions later and no further."""
+    case = BY_NAME["v4"]
+    spec = case.spec
+    cache = torch.zeros(spec.cache_shape(1), dtype=torch.uint8)
+    k = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
+    k[..., 0] = 64.0
+    slot = torch.zeros(1, dtype=torch.int32)
+    swa.store(k, None, cache, slot, torch.tensor([873]), spec=spec)
+    q = torch.full((1, 1, 512), 64.0, dtype=torch.bfloat16)
+    for p, seen in ((1000, True), (1001, False)):
+        out = swa.attention(q, cache, slot, torch.tensor([p]), spec=spec)
+        assert (abs(float(out[0, 0, 0]) - 64.0) < 0.5) == seen
+
+
+def test_warm_up_rows_take_no_weight() -> None:
+    """A15: with 6 tokens present the 122 empty rows of the window do not flatten the softmax."""
+    spec = swa.RingSpec(128, 1, 64, kv_format="fp32")
+    cache = torch.zeros(spec.cache_shape(1), dtype=torch.uint8)
+    k = torch.zeros(6, 1, 64)
+    k[..., 0] = -10.0
+    v = torch.arange(6.0)[:, None, None].expand(6, 1, 64)
+    slot = torch.zeros(6, dtype=torch.int32)
+    swa.store(k, v, cache, slot, torch.arange(6), spec=spec)
+    q = torch.zeros(1, 1, 64)
+    q[..., 0] = 1.0
+    out = swa.attention(q, cache, slot[:1], torch.tensor([5]), spec=spec, scale=1.0)
+    torch.testing.assert_close(out, torch.full_like(out, 2.5))
+
+
+@pytest.mark.parametrize("name", ["v4", "gpt-oss"])
+def test_a_step_equals_its_tokens_one_by_one(name: str) -> None:
+    """A19: six tokens in one step read the same windows as six single steps over the same rows."""
+    case = BY_NAME[name]
+    state_ids, positions = steps(case, [1000], [0])
+    _, _, q = vectors(case, len(state_ids))
+    cache = filled_cache(case)
+    together = attention_op(case, return_lse=False)(q, cache, state_ids, positions, None, None)
+    single = attention_op(case, return_lse=False, tokens_per_step=1)
+    for t in range(len(q)):
+        alone = single(q[t : t + 1], cache, state_ids[t : t + 1], positions[t : t + 1], None, None)
+        torch.testing.assert_close(together[t : t + 1], alone, rtol=0, atol=0)
+
+
+def test_no_visible_key() -> None:
+    """Padded row, with and without a sink: exactly 0 and -inf (A20, D7)."""
+    case = BY_NAME["v4"]
+    _, _, q = vectors(case, 6)
+    args = (q, filled_cache(case), torch.full((6,), -1, dtype=torch.int32), torch.full((6,), -1), None, torch.zeros(8))
+    code = generate_code(attention_op(case), *args)
+    for out, lse in (run_on_cpu(code, args), attention_op(case)(*args)):
+        assert not out.any() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("bad", ["slot", "position", "valid_start"])
+def test_bad_device_metadata_makes_a_padded_row(bad: str) -> None:
+    """F14: what a host check would refuse, the kernel reads as a padded row; other sequences are untouched."""
+    case = BY_NAME["gpt-oss"]
+    x = decode_inputs(case)
+    code = generate_code(attention_op(case), *(x[n] for n in ATTENTION_ARGS))
+    clean = run_on_cpu(code, [x[n] for n in ATTENTION_ARGS])
+    d = case.spec.tokens_per_step
+    y = {n: x[n].clone() for n in ATTENTION_ARGS}
+    if bad == "slot":
+        y["state_ids"][:d] = case.slots
+    elif bad == "position":
+        y["positions"][:d] = -5
+    else:
+        y["valid_start"][:d] = 1 << 20
+    for value, was in zip(run_on_cpu(code, [y[n] for n in ATTENTION_ARGS]), clean, strict=True):
+        assert_same(value[d:], was[d:])
+        assert not value[:d].isnan().any() and ((value[:d] == 0) | (value[:d] == -math.inf)).all()
+
+
+def test_strided_cache_is_read_by_its_strides() -> None:
+    """B11: a layer's view into a bigger state buffer, not contiguous, with a storage offset."""
+    spec = swa.RingSpec(128, 6, 512, shared_kv=True)
+    case = Case("view", spec, 4, slots=4)
+    x = decode_inputs(case)
+    state = torch.randint(0, 256, (4, 200_000), dtype=torch.uint8)
+    view = state[:, 70_752 : 70_752 + spec.ring_bytes].view(spec.cache_shape(4))
+    view.copy_(x["cache"])
+    y = dict(x, cache=view)
+    code = generate_code(attention_op(case), *(y[n] for n in ATTENTION_ARGS))
+    for value, contiguous in zip(
+        run_on_cpu(code, [y[n] for n in ATTENTION_ARGS]), attention_op(case)(*(x[n] for n in ATTENTION_ARGS)), strict=True
+    ):
+        torch.testing.assert_close(value, contiguous, rtol=2e-2, atol=2e-2)
+
+
+def test_epilogue_fuses_behind_attention() -> None:
+    """A gate behind attention is part of its kernel: one launch, no intermediate."""
+    case = BY_NAME["gemma3"]
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS]
+    gate = torch.randn_like(x["q"])
+
+    def gated(gate: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return attention_op(case, return_lse=False)(*args) * torch.sigmoid(gate)
+
+    code = generate_code(gated, gate, *args)
+    FileCheck().check_count(".run(", 1, exactly=True).run(code.call)
+    assert len(code.allocations) == 1
+    out, *_ = run_on_cpu(code, [gate, *args])
+    torch.testing.assert_close(out, gated(gate, *args), rtol=2e-2, atol=1e-2)
+
+
+def test_layout_change_behind_attention_is_right() -> None:
+    """E1: an epilogue that permutes or has two readers is right, fused or not."""
+    case = BY_NAME["gemma3"]
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS]
+
+    def fn(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = attention_op(case, return_lse=False)(*args)
+        return out.transpose(0, 1).contiguous() * 2, out.view(len(out), -1).float()
+
+    code = generate_code(fn, *args)
+    for value, want in zip(run_on_cpu(code, args), fn(*args), strict=True):
+        torch.testing.assert_close(value, want, rtol=2e-2, atol=1e-2)
+
+
+def test_q_may_be_a_transposed_view() -> None:
+    case = BY_NAME["gpt-oss"]
+    x = decode_inputs(case)
+    x["q"] = x["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    args = [x[n] for n in ATTENTION_ARGS]
+    out, _ = run_on_cpu(generate_code(attention_op(case), *args), args)
+    want, _ = exact(case, x)
+    plain, _ = exact(case, x, case.dtype)
+    assert_as_good_as(out, want, plain.to(case.dtype))
