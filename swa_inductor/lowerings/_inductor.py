@@ -29,11 +29,12 @@ from swa_inductor.errors import UnsupportedError
 __all__ = [
     "SymbolicGridFn",
     "cudagraph_recordings",
-    "current_output",
     "empty_buffer",
     "fixed_layout",
+    "index_put",
     "inline",
     "int_of",
+    "known_zero",
     "lower",
     "render_template",
     "triton_template",
@@ -132,14 +133,14 @@ def empty_buffer(size: Sequence[Any], dtype: torch.dtype, device: torch.device) 
     return empty_strided(list(size), None, dtype=dtype, device=device)
 
 
-def current_output(index: int) -> torch.Tensor:
-    """The fake output `index` of the op being lowered: what the rest of the graph expects of it."""
-    return V.graph.current_node.meta["val"][index]
-
-
 def int_of(size: Any) -> int:
     """A size as a Python int, guarding on it: for dims that are model constants."""
     return V.graph.sizevars.guard_int(size)
+
+
+def known_zero(size: Any) -> bool:
+    """Whether a size is 0 for certain; adds no guard."""
+    return V.graph.sizevars.statically_known_equals(size, 0)
 
 
 def inline(fn: Callable[..., Any], *nodes: Any) -> Any:

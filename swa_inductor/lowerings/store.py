@@ -55,6 +55,8 @@ def lower_cuda(
 def lower_cpu(
     k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
 ) -> None:
+    if _inductor.known_zero(k.get_size()[0]):
+        return
     plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)
     slot, row, records = _inductor.inline(plan, k, v, cache, state_ids, positions)
     _inductor.index_put(cache, [slot, row], records)

@@ -1,0 +1,76 @@
+"""RingSpec: the numbers of a ring, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import swa_inductor as swa
+
+
+def test_the_numbers_of_the_model_that_set_them() -> None:
+    spec = swa.RingSpec(128, 6, 512, shared_kv=True)
+    assert (spec.rows, spec.record_bytes, spec.ring_bytes) == (134, 528, 70_752)
+    assert spec.ring_bytes % 32 == 0 and 20 * spec.ring_bytes == 1_415_040
+    assert spec.cache_shape(4) == (4, 134, 1, 528)
+    assert spec.max_rollback == 7 and spec.output_head_dim == 512
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "record"),
+    [
+        ({"kv_format": "mxfp8", "shared_kv": True}, 528),
+        ({"kv_format": "mxfp8"}, 2 * 528),
+        ({"kv_format": "mxfp8", "v_head_dim": 128}, 528 + 132),
+        ({"kv_format": "bf16"}, 2 * 1024),
+        ({"kv_format": "fp16", "shared_kv": True}, 1024),
+        ({"kv_format": "fp32", "v_head_dim": 96}, 4 * (512 + 96)),
+    ],
+)
+def test_record_bytes(kwargs: dict, record: int) -> None:
+    assert swa.RingSpec(128, 6, 512, **kwargs).record_bytes == record
+
+
+@pytest.mark.parametrize("d", range(1, 9))
+def test_capacity(d: int) -> None:
+    """A10: R = W + D - 1 is the least, one row less is refused with W, D, R and the minimum."""
+    assert swa.RingSpec(128, d, 64).rows == 128 + d
+    assert swa.RingSpec(128, d, 64, ring_rows=127 + d).rows == 127 + d
+    with pytest.raises(swa.InvalidArgumentError, match=rf"R={126 + d} .*W=128.*D={d}.*= {127 + d}"):
+        swa.RingSpec(128, d, 64, ring_rows=126 + d)
+
+
+@pytest.mark.parametrize(
+    ("position", "valid_start", "lo", "n", "first", "last"),
+    [
+        (0, 0, 0, 1, 0, 0),
+        (127, 0, 0, 128, 0, 127),
+        (128, 0, 1, 128, 1, 128),
+        (133, 0, 6, 128, 6, 133),
+        (134, 0, 7, 128, 7, 0),
+        (261, 0, 134, 128, 0, 127),
+        (250, 200, 200, 51, 66, 116),
+    ],
+)
+def test_visible(position: int, valid_start: int, lo: int, n: int, first: int, last: int) -> None:
+    spec = swa.RingSpec(128, 6, 512, shared_kv=True)
+    assert spec.visible(position, valid_start) == (lo, n)
+    assert (spec.flat_row(0, lo), spec.flat_row(0, position)) == (first, last)
+    assert spec.flat_row(3, 873) == 471 and spec.flat_row(3, 1000) == 464
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"kv_format": "int4"}, "kv_format: got 'int4'; allowed: one of 'mxfp8', 'bf16', 'fp16', 'fp32'"),
+        ({"head_dim": 80, "kv_format": "mxfp8"}, "head_dim: got 80; allowed: a multiple of 32"),
+        ({"window": 0}, "window: got 0; allowed: an integer of at least 1"),
+        ({"tokens_per_step": 0}, "tokens_per_step: got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads: got 0"),
+        ({"shared_kv": True, "v_head_dim": 64}, "v_head_dim: got 64; allowed: None when shared_kv"),
+        ({"min_amax": 0.0}, "min_amax: got 0.0; allowed: a positive number"),
+    ],
+)
+def test_refused(kwargs: dict, message: str) -> None:
+    with pytest.raises(swa.InvalidArgumentError) as error:
+        swa.RingSpec(**{"window": 128, "tokens_per_step": 6, "head_dim": 64, **kwargs})
+    assert message in str(error.value)
