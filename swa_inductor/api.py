@@ -8,9 +8,7 @@ from torch import Tensor
 from swa_inductor.spec import RingSpec
 
 
-def store(
-    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec
-) -> None:
+def store(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec) -> None:
     """Write the record of each token into row `position % R` of the ring of its slot, in place.
 
     Args:
@@ -29,9 +27,7 @@ def store(
 
     Example: a decode step first stores its new tokens, then calls `attention`.
     """
-    torch.ops.swa_inductor.store(
-        k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax
-    )
+    torch.ops.swa_inductor.store(k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax)
 
 
 def attention(

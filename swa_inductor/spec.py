@@ -24,9 +24,7 @@ def vector_bytes(kv_format: str, dim: int) -> int:
 
     Raises InvalidArgumentError for an unknown format, or an mxfp8 `dim` that is no multiple of 32.
     """
-    require(
-        kv_format in VALUE_BYTES, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, VALUE_BYTES))
-    )
+    require(kv_format in VALUE_BYTES, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, VALUE_BYTES)))
     if kv_format != "mxfp8":
         return dim * VALUE_BYTES[kv_format]
     require(dim % MXFP8_BLOCK == 0, "head_dim", dim, f"a multiple of {MXFP8_BLOCK} in format 'mxfp8'")

@@ -71,7 +71,9 @@ def test_generated_source(case: Case) -> None:
     plain, plain_lse = exact(case, x, case.dtype)
     live = x["state_ids"] >= 0
     assert out.dtype == case.dtype and not out[~live].any() and (lse[~live] == -math.inf).all()
-    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype), factor=2.0 if case.dtype == torch.float32 else 1.0)
+    assert_as_good_as(
+        out[live], want[live], plain[live].to(case.dtype), factor=2.0 if case.dtype == torch.float32 else 1.0
+    )
     torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=2e-5)
 
 
@@ -211,7 +213,9 @@ def test_strided_cache_is_read_by_its_strides() -> None:
     y = dict(x, cache=view)
     code = generate_code(attention_op(case), *(y[n] for n in ATTENTION_ARGS))
     for value, contiguous in zip(
-        run_on_cpu(code, [y[n] for n in ATTENTION_ARGS]), attention_op(case)(*(x[n] for n in ATTENTION_ARGS)), strict=True
+        run_on_cpu(code, [y[n] for n in ATTENTION_ARGS]),
+        attention_op(case)(*(x[n] for n in ATTENTION_ARGS)),
+        strict=True,
     ):
         torch.testing.assert_close(value, contiguous, rtol=2e-2, atol=2e-2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -109,12 +108,15 @@ def test_without_stock(tiny_model: Path) -> None:
 
 
 def test_different_tokens_fail(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare = demo.compare
+    from swa_inductor.integrations.transformers import RingCache
 
-    def differ(*arguments: object) -> demo.Agreement:
-        return dataclasses.replace(compare(*arguments), identical=False)  # type: ignore[arg-type]
+    prefill = demo.Decoder.prefill
 
-    monkeypatch.setattr(demo, "compare", differ)
+    def wrong_for_ours(self: demo.Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+        token, logits = prefill(self)
+        return (token + 1) % 200 if isinstance(self.cache, RingCache) else token, logits
+
+    monkeypatch.setattr(demo.Decoder, "prefill", wrong_for_ours)
     code, output = invoke("--model", tiny_model, "--device", "cpu", "--new-tokens", 2, "--stock", "eager")
     assert code == 1, output
     assert "Greedy tokens differ from stock transformers" in output

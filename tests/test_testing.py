@@ -20,8 +20,8 @@ from torch._inductor.select_algorithm import (
 
 from swa_inductor.testing import WorkerError, generate_code, resource_usage, run_on_cpu
 
-# An op as users write them out of tree: scores of queries against rows of bf16 that lie in a uint8 cache, plus the sum of the
-# first `count` biases; every row read has its signs flipped in place.
+# An op as users write them out of tree: scores of queries against rows of bf16 that lie in a uint8 cache, plus the sum
+# of the first `count` biases; every row read has its signs flipped in place.
 TEMPLATE = r"""
 {{def_kernel("Q", "CACHE", "BIAS", "COUNT")}}
     T = {{size("Q", 0)}}
@@ -169,6 +169,20 @@ def test_exactly_one_graph():
     assert generate_code(torch.relu, torch.randn(8), fullgraph=False).count("relu") == 1
 
 
+def test_autotuning_takes_the_first_choice():
+    x = torch.randn(64, 64).bfloat16()
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    code = generate_code(lambda x: torch.relu(x @ x), x, options=options)
+    assert code.launches == code.kernels and code.count("mm") == 1
+    (out,) = run_on_cpu(code, (x,))
+    torch.testing.assert_close(out, torch.relu(x @ x))
+
+
+def test_cpp_wrapper_is_refused():
+    with pytest.raises(ValueError, match="cpp_wrapper"):
+        generate_code(torch.relu, torch.randn(8), options={"cpp_wrapper": True})
+
+
 def test_errors_of_the_function_come_through():
     def wrong(x):
         return torch.ops.aten.mm(x, x)
@@ -242,6 +256,17 @@ def test_bytes_outside_a_view_survive():
     expected[1:5, 8:72] += x
     run_on_cpu(code, (total, x))
     assert torch.equal(room, expected)
+
+
+def test_arguments_that_alias():
+    def shift(a, b):
+        a.add_(1)
+        return b * 2 + b.new_ones(4)
+
+    room = torch.zeros(8)
+    (out,) = run_on_cpu(generate_code(shift, room[:4], room[2:6]), (room[:4], room[2:6]))
+    assert out.tolist() == [3, 3, 1, 1]
+    assert room.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_errors_of_the_worker_come_back():
@@ -395,6 +420,12 @@ def test_casts_of_bits_and_pointers():
         assert torch.equal(out, field)
 
 
+def test_unsigned_invert():
+    out = torch.zeros(16, dtype=torch.uint8)
+    run_kernel("i = tl.arange(0, 16)\ntl.store(b + i, ~tl.load(a + i))", torch.arange(16, dtype=torch.uint8), out)
+    assert torch.equal(out, 255 - torch.arange(16, dtype=torch.uint8))
+
+
 def test_e4m3_by_integer_arithmetic():
     codes = torch.arange(256, dtype=torch.uint8)
     out = torch.zeros(256, dtype=torch.bfloat16)
@@ -445,8 +476,8 @@ def test_libdevice_and_combine_functions():
     fn = lambda x: ([f(x) for f in functions], torch.var(x, -1), x.argmax(-1), x.cumsum(-1))  # noqa: E731
     values, variance, index, running = fn(x)
     outs = run_on_cpu(generate_code(fn, x), (x,))
-    for expected in (*values, variance, index, running):
-        assert any(out.shape == expected.shape and torch.allclose(out, expected.to(out.dtype), atol=1e-6) for out in outs)
+    for out, expected in zip(outs, (*values, variance, index, running), strict=True):
+        torch.testing.assert_close(out, expected)
 
 
 # ---------------------------------------------------------------- ptxas

@@ -168,7 +168,9 @@ def cudagraph_recordings() -> int:
 
     if not torch.cuda.is_available():
         return 0
-    return sum(_recorded(cudagraph_trees.get_manager(i, create_if_none_exists=False)) for i in range(torch.cuda.device_count()))
+    return sum(
+        _recorded(cudagraph_trees.get_manager(i, create_if_none_exists=False)) for i in range(torch.cuda.device_count())
+    )
 
 
 def _recorded(manager: Any) -> int:

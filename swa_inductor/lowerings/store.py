@@ -25,9 +25,7 @@ def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tupl
 TEMPLATE = _inductor.triton_template("store", grid, source("store"))
 
 
-def lower_cuda(
-    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
-) -> None:
+def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
     tokens, kv_heads, head_dim = k.get_size()
     dim, v_dim = _inductor.int_of(head_dim), 0 if v is None else _inductor.int_of(v.get_size()[2])
     vectors = [k] if v is None else [k, v]
@@ -52,9 +50,7 @@ def lower_cuda(
     )
 
 
-def lower_cpu(
-    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
-) -> None:
+def lower_cpu(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
     if _inductor.known_zero(k.get_size()[0]):
         return
     plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)

@@ -1,0 +1,324 @@
+"""What holds for every registered op: schema, fake, trace, compile, and no copy of the cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import ATTENTION_ARGS, BY_NAME, STORE_ARGS, Case, attention_op, decode_inputs, store_op
+from numerics import assert_same
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import FileCheck
+
+import swa_inductor as swa
+from swa_inductor.meta._library import OPS
+from swa_inductor.testing import generate_code, run_on_cpu
+
+OP_CASES = [BY_NAME[name] for name in ("v4", "gpt-oss", "mimo", "odd-group")]
+every_case = pytest.mark.parametrize("case", OP_CASES, ids=lambda c: c.name)
+
+
+def op_calls(case: Case, tokens: int | None = None) -> dict[str, tuple[Callable, list]]:
+    """A call of every op: public function over the geometry, and its arguments, for `tokens` tokens (None: a step)."""
+    x = decode_inputs(case)
+    if tokens is not None:
+        index = torch.arange(tokens) % len(x["q"])
+        for name in ("k", "v", "q", "state_ids", "positions", "valid_start"):
+            x[name] = None if x[name] is None else x[name][index]
+        # distinct rows: one token of each slot is live, the rest are padding
+        x["state_ids"] = torch.where(torch.arange(tokens) < case.slots, torch.arange(tokens), -1).int()
+        x["positions"] = x["positions"].clamp(min=0)
+    step = None if tokens is None else 1
+    return {
+        "store": (store_op(case), [x[n] for n in STORE_ARGS]),
+        "attention": (attention_op(case, tokens_per_step=step), [x[n] for n in ATTENTION_ARGS]),
+    }
+
+
+def raw_call(name: str, fn: Callable, args: list) -> tuple[Callable, tuple, dict]:
+    """The call of the op itself that the public function makes."""
+    seen = {}
+    op = getattr(torch.ops.swa_inductor, name).default
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+            if func is op:
+                seen["call"] = (args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        fn(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args])
+    return op, *seen["call"]
+
+
+def test_every_op_is_covered_here() -> None:
+    assert sorted(op_calls(OP_CASES[0])) == sorted(OPS)
+
+
+@pytest.mark.parametrize("name", OPS)
+@every_case
+def test_opcheck(name: str, case: Case) -> None:
+    op, args, kwargs = raw_call(name, *op_calls(case)[name])
+    results = torch.library.opcheck(op, args, kwargs)
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_mutation_is_declared_once(name: str) -> None:
+    """C4: exactly the cache of a mutating op is written, and the schema says so."""
+    schema = getattr(torch.ops.swa_inductor, name).default._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == (["cache"] if name == "store" else [])
+
+
+def describe(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.storage_offset()
+    return [describe(v) for v in value] if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("name", OPS)
+@every_case
+@pytest.mark.parametrize("tokens", [0, 1, 6, 7, 129])
+def test_fake_is_real(name: str, case: Case, tokens: int) -> None:
+    """C8, C9, C16: shape, stride, dtype and offset; tracing never reads data."""
+    fn, args = op_calls(case, tokens)[name]
+    real = fn(*args)
+    with FakeTensorMode() as mode:
+        fake = fn(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+    assert describe(real) == describe(fake)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_one_compile_for_every_number_of_tokens(name: str) -> None:
+    """C13: a dynamic token dim compiles once and W, R and the record stay literals of the code."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = None
+    for tokens in (5, 2, 129, 7, 12):
+        fn, args = op_calls(BY_NAME["gpt-oss"], tokens)[name]
+        compiled = compiled or torch.compile(fn, fullgraph=True, backend=counter)
+        eager_args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        for a, arg_name in zip(args, STORE_ARGS if name == "store" else ATTENTION_ARGS, strict=True):
+            if isinstance(a, torch.Tensor) and arg_name not in ("cache", "sinks"):
+                torch._dynamo.mark_dynamic(a, 0)
+        got, want = compiled(*args), fn(*eager_args)
+        for value, expected in zip([*args, got], [*eager_args, want], strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+    assert counter.frame_count == 1
+
+
+def test_few_compiles_without_marks() -> None:
+    """C13: sizes 0 and 1 are guarded by torch; any other size shares one dynamic graph."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    case = BY_NAME["v4"]
+    compiled = torch.compile(op_calls(case, 2)["store"][0], fullgraph=True, backend=counter)
+    for tokens in (2, 6, 1, 6, 12, 1, 0, 7, 30, 2):
+        compiled(*op_calls(case, tokens)["store"][1])
+    assert counter.frame_count <= 4
+
+
+def cpu_code(fn: Callable, args: list) -> str:
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(torch.compile(fn, fullgraph=True), *args)
+    return code[code.index("def call(") :]
+
+
+def cpu_bytes(code: str) -> list[int]:
+    """Bytes of the buffers that a CPU wrapper allocates (an upper bound of 8 bytes a value)."""
+    sizes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", code)
+    return [8 * int(torch.tensor([int(x) for x in s.split(",") if x.strip()] or [1]).prod()) for s in sizes]
+
+
+def chain(case: Case, layers: int = 2) -> tuple[Callable, list]:
+    """Store and attend in two layers whose rings are views of one state buffer, sliced inside the function (C1)."""
+    x = decode_inputs(case)
+    ring = case.spec.ring_bytes
+    pad = -ring % 32
+    state = torch.randint(0, 120, (600, layers * (ring + pad)), dtype=torch.uint8)
+
+    def fn(state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, *meta: torch.Tensor):  # noqa: ANN202
+        for i in range(layers):
+            begin = i * (ring + pad)
+            cache = state[:, begin : begin + ring].view(case.spec.cache_shape(len(state)))
+            store_op(case)(k, v, cache, *meta)
+            q = attention_op(case, return_lse=False)(q, cache, *meta, None, None)
+        return q
+
+    return fn, [state, x["q"], x["k"], x["v"], x["state_ids"], x["positions"]]
+
+
+@pytest.mark.parametrize("name", ["v4", "odd-group"])
+def test_no_cache_sized_copy_on_the_cpu(name: str) -> None:
+    case = BY_NAME[name]
+    fn, args = chain(case)
+    if case.spec.v_head_dim is not None:
+        assert case.spec.v_head_dim == case.spec.head_dim  # the chain feeds outputs back as queries
+    want = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    expected = fn(*want)
+    code = cpu_code(fn, args)
+    assert max(cpu_bytes(code)) < args[0].numel()
+    FileCheck().check_not("swa_inductor.store").run(code)
+    state = args[0]
+    # run_and_get_code has run the compiled function once on `args`
+    assert_same(state, want[0])
+    args[0] = state
+    assert torch.compile(fn, fullgraph=True)(*args).shape == expected.shape
+
+
+@pytest.mark.parametrize("name", ["v4", "odd-group"])
+@pytest.mark.parametrize("static", [(), (0,)], ids=["argument", "static"])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_no_cache_sized_copy_on_a_gpu(name: str, static: tuple, reuse: bool) -> None:
+    """C1, C6: one kernel per op, in order, no allocation of the cache's size; buffer reuse changes nothing."""
+    case = BY_NAME[name]
+    fn, args = chain(case)
+    code = generate_code(fn, *args, static_inputs=static, options={"allow_buffer_reuse": reuse})
+    order = ["store" if "store" in launch else "attention" for launch in code.launches]
+    assert order == ["store", "attention"] * 2
+    small = max(a.numel() * a.element_size() for a in args[1:] if a is not None)
+    for allocation in code.allocations:
+        size = 8
+        for dim in allocation.size:
+            size *= int(dim)
+        assert size <= 8 * small < args[0].numel()
+    want = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    expected = fn(*want)
+    out, *_ = run_on_cpu(code, args)
+    assert_same(args[0], want[0])
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_a_snapshot_taken_before_a_store_stays_old() -> None:
+    """C3: a clone of the cache feeds attention after the store: the clone is not optimised into the cache."""
+    case = BY_NAME["v4"]
+    x = decode_inputs(case)
+    meta = (x["state_ids"], x["positions"])
+
+    def fn(q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, *meta: torch.Tensor) -> torch.Tensor:
+        snapshot = cache.clone()
+        store_op(case)(k, None, cache, *meta)
+        return attention_op(case, return_lse=False)(q, snapshot, *meta, None, x_sinks)
+
+    x_sinks = x["sinks"]
+    want = fn(x["q"], x["k"], x["cache"].clone(), *meta)
+    torch._dynamo.reset()
+    got = torch.compile(fn, fullgraph=True)(x["q"], x["k"], x["cache"].clone(), *meta)
+    assert_same(got, want)
+
+
+def test_code_is_the_same_with_autotuning_and_wrappers() -> None:
+    """E13: our counts hold with max_autotune on."""
+    case = BY_NAME["gemma3"]
+    for name, (fn, args) in op_calls(case).items():
+        for options in ({}, {"max_autotune": True}):
+            code = generate_code(fn, *args, options=options)
+            assert len(code.launches) == 1 and code.count(name) == 1
+
+
+BAD = {
+    "k dtype": (lambda a: a.update(k=a["k"].double()), "store", "k dtype: got torch.float64; allowed: torch.bfloat16"),
+    "k rank": (lambda a: a.update(k=a["k"][0]), "store", "k shape: got"),
+    "k last dim": (lambda a: a.update(k=a["k"][..., :32], v=a["v"][..., :32]), "store", "cache shape: got"),
+    "v heads": (lambda a: a.update(v=a["v"][:, :1]), "store", "v shape: got"),
+    "v dtype": (lambda a: a.update(v=a["v"].float()), "store", "v dtype: got torch.float32; allowed: torch.bfloat16"),
+    "v missing": (lambda a: a.update(v=None), "store", "cache shape: got"),
+    "cache dtype": (lambda a: a.update(cache=a["cache"].view(torch.int8)), "store", "cache dtype: got torch.int8"),
+    "cache e8m0": (
+        lambda a: a.update(cache=a["cache"].view(torch.float8_e8m0fnu)),
+        "attention",
+        "cache dtype: got torch.float8_e8m0fnu; allowed: torch.uint8",
+    ),
+    "cache transposed": (lambda a: a.update(cache=a["cache"].transpose(2, 3)), "store", "cache shape: got"),
+    "cache record stride": (
+        lambda a: a.update(cache=a["cache"].repeat_interleave(2, -1)[..., ::2]),
+        "attention",
+        "cache stride(3): got 2; allowed: 1",
+    ),
+    "cache offset": (
+        lambda a: a.update(cache=torch.zeros(a["cache"].numel() + 8, dtype=torch.uint8)[8:].view(a["cache"].shape)),
+        "store",
+        "cache storage offset: got 8; allowed: a multiple of 16 bytes",
+    ),
+    "state_ids dtype": (
+        lambda a: a.update(state_ids=a["state_ids"].long()),
+        "store",
+        "state_ids dtype: got torch.int64",
+    ),
+    "state_ids length": (lambda a: a.update(state_ids=a["state_ids"][1:]), "attention", "state_ids shape: got"),
+    "positions dtype": (
+        lambda a: a.update(positions=a["positions"].int()),
+        "store",
+        "positions dtype: got torch.int32",
+    ),
+    "q dtype": (lambda a: a.update(q=a["q"].double()), "attention", "q dtype: got torch.float64"),
+    "q heads": (
+        lambda a: a.update(q=a["q"][:, :7]),
+        "attention",
+        "q heads: got 7; allowed: a multiple of num_kv_heads=2",
+    ),
+    "q last dim": (lambda a: a.update(q=a["q"][..., :32]), "attention", "cache shape: got"),
+    "ring too small": (
+        lambda a: a.update(cache=a["cache"][:, :130]),
+        "attention",
+        "ring rows: got R=130 with window W=128, tokens_per_step D=4; allowed: R >= W + D - 1 = 131",
+    ),
+    "sinks length": (lambda a: a.update(sinks=a["sinks"][:3]), "attention", "sinks shape: got (3,)"),
+    "valid_start dtype": (
+        lambda a: a.update(valid_start=a["valid_start"].long()),
+        "attention",
+        "valid_start dtype: got torch.int64; allowed: torch.int32",
+    ),
+    "tokens not whole steps": (
+        lambda a: a.update({n: a[n][:-1] for n in ("q", "state_ids", "positions", "valid_start")}),
+        "attention",
+        "allowed: T a multiple of tokens_per_step=4",
+    ),
+}
+BAD_VALUES = {
+    "slot": (lambda a: a["state_ids"].fill_(4), "store", "state_ids: got 4; allowed: -1 (padded row) to 3"),
+    "slot below": (lambda a: a["state_ids"].fill_(-2), "attention", "state_ids: got -2; allowed: -1 (padded row) to 3"),
+    "position": (lambda a: a["positions"].fill_(-1), "store", "positions: got a negative position"),
+    "valid_start": (lambda a: a["valid_start"].fill_(10**6), "attention", "valid_start: got a start after the query"),
+    "mixed slots": (lambda a: a["state_ids"][0:1].fill_(1), "attention", "a step that mixes slots"),
+    "gap": (lambda a: a["positions"].mul_(2), "attention", "positions: got a step that mixes slots or skips"),
+}
+
+
+def bad_call(what: tuple) -> tuple[Callable, list, torch.Tensor]:
+    spoil, name, _ = what
+    case = BY_NAME["gpt-oss"]
+    args = decode_inputs(case)
+    spoil(args)
+    if name == "store":
+        return store_op(case), [args[n] for n in STORE_ARGS], args["cache"]
+    return attention_op(case), [args[n] for n in ATTENTION_ARGS], args["cache"]
+
+
+@pytest.mark.parametrize("what", BAD.values(), ids=BAD)
+def test_wrong_arguments(what: tuple) -> None:
+    """The same error in eager mode and at trace time, and nothing written."""
+    fn, args, cache = bad_call(what)
+    before = cache.contiguous().view(torch.uint8).clone()
+    with pytest.raises(swa.InvalidArgumentError) as error:
+        fn(*args)
+    assert what[2] in str(error.value)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(what[2])):
+        torch.compile(fn, fullgraph=True, backend="eager")(*args)
+    assert torch.equal(cache.contiguous().view(torch.uint8), before)
+
+
+@pytest.mark.parametrize("what", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_wrong_values_on_the_cpu(what: tuple) -> None:
+    fn, args, cache = bad_call(what)
+    before = cache.clone()
+    with pytest.raises(swa.InvalidArgumentError) as error:
+        fn(*args)
+    assert what[2] in str(error.value)
+    assert torch.equal(cache, before)
