@@ -1,0 +1,50 @@
+"""Every shipped launch configuration compiles for every architecture, without spills, within shared memory (E2, E3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import ATTENTION_ARGS, BF16, FP32, STORE_ARGS, Case, attention_op, decode_inputs, store_op
+
+import swa_inductor as swa
+from swa_inductor.testing import resource_usage
+
+SHARED_LIMIT = 99 * 1024
+"""Bytes of shared memory a block may have on sm_86, sm_89 and sm_120, the least of what is supported."""
+
+
+def _case(name: str, heads: int, step: int, dim: int, dtype: torch.dtype = BF16, **kw: object) -> Case:
+    return Case(name, swa.RingSpec(64, step, dim, **kw), heads, dtype, sinks=True)  # type: ignore[arg-type]
+
+
+# One per configuration of lowerings.attention.config and lowerings.store.config: widths of K and V, rows of a program.
+SHAPES = [
+    _case("512 K=V, 6 x 64 heads", 64, 6, 512, shared_kv=True),
+    _case("512 K=V, 16 rows", 16, 1, 512, shared_kv=True),
+    _case("512 K and V", 16, 6, 512),
+    _case("256, 4 rows", 4, 1, 256, kv_format="bf16"),
+    _case("256, 24 rows", 4, 6, 256),
+    _case("256, 96 rows", 16, 6, 256),
+    _case("192 and 128", 64, 6, 192, v_head_dim=128, num_kv_heads=8),
+    _case("96", 6, 2, 96, num_kv_heads=2),
+    _case("64, 48 rows", 64, 6, 64, num_kv_heads=8, kv_format="bf16"),
+    _case("fp32 512", 64, 6, 512, FP32, shared_kv=True),
+    _case("fp32 64", 8, 1, 64, FP32, kv_format="fp32"),
+]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("case", SHAPES, ids=lambda c: c.name)
+def test_usage(case: Case, capability: tuple[int, int], kernel_figures: list[str]) -> None:
+    x = decode_inputs(case)
+    calls = ((store_op(case), STORE_ARGS), (attention_op(case), ATTENTION_ARGS))
+    for op, names in calls:
+        usages = resource_usage(op, *(x[n] for n in names), capability=capability)
+        assert len(usages) == 1  # no configuration was dropped, none is left to a benchmark
+        (u,) = usages
+        kernel = "store" if names is STORE_ARGS else "attention"
+        kernel_figures.append(
+            f"sm_{capability[0]}{capability[1]:<3} {kernel:<10} {case.name:<24} {u.num_warps} warps {u.num_stages} stages "
+            f"{u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
+        )
+        assert u.spills == 0 and u.shared_bytes <= SHARED_LIMIT
