@@ -44,7 +44,7 @@ def test_usage(case: Case, capability: tuple[int, int], kernel_figures: list[str
         (u,) = usages
         kernel = "store" if names is STORE_ARGS else "attention"
         kernel_figures.append(
-            f"sm_{capability[0]}{capability[1]:<3} {kernel:<10} {case.name:<24} {u.num_warps} warps {u.num_stages} stages "
-            f"{u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
+            f"sm_{capability[0]}{capability[1]:<3} {kernel:<10} {case.name:<24} {u.num_warps} warps "
+            f"{u.num_stages} stages {u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
         )
         assert u.spills == 0 and u.shared_bytes <= SHARED_LIMIT

@@ -56,7 +56,7 @@ def lower(op: Any, *, cuda: Callable[..., Any], cpu: Callable[..., Any] | None) 
     call_op = fallback_handler(op, add_to_fallback_set=False)
 
     def lowering(*args: Any, **kwargs: Any) -> Any:
-        device = next(a for a in args if isinstance(a, ir.TensorBox)).get_device()
+        device = next(a for a in args if isinstance(a, ir.TensorBox)).get_device_or_error()
         if device.type == "cuda":
             return cuda(*args, **kwargs)
         if device.type == "cpu":
