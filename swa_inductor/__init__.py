@@ -3,7 +3,7 @@
 Importing the package registers the ops (`torch.ops.swa_inductor.*`) and their Inductor lowerings.
 """
 
-from swa_inductor import lowerings, meta  # importing registers
+from swa_inductor import lowerings as _lowerings  # noqa: F401  registers the ops and their lowerings
 from swa_inductor.api import attention, store
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError
 from swa_inductor.spec import RingSpec

@@ -192,7 +192,7 @@ def attention(
     softcap: float | None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query over the visible rows of its ring -> out [T, H, Dv] and lse [T, H], in `compute_dtype`."""
+    """Attention of each query over the visible rows of its ring -> out [T, H, Dv], lse [T, H]; both in `compute_dtype`."""
     tokens, heads, dim = q.shape
     out = q.new_empty((tokens, heads, dim if v_head_dim is None else v_head_dim), dtype=compute_dtype)
     lse = q.new_empty((tokens, heads), dtype=compute_dtype)
@@ -222,8 +222,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention, every query with keys of its own: the formula of the package.
 
-    q [T, H, D]; k [T, N, H_kv, D]; v [T, N, H_kv, Dv]; visible bool [T, N]; sinks [H]. Keys that are not visible take no
-    part whatever they hold, NaN included. A non-finite value in a visible V vector makes that output NaN as a whole.
+    q [T, H, D]; k [T, N, H_kv, D]; v [T, N, H_kv, Dv]; visible bool [T, N]; sinks [H]. Keys that are not visible take
+    no part whatever they hold, NaN included. A non-finite value in a visible V vector makes that output NaN as a whole.
     Returns out [T, H, Dv] and the natural-log lse [T, H] without the sink term; no visible key: 0 and -inf.
     """
     tokens, heads, dim = q.shape

@@ -61,7 +61,7 @@ def vectors(case: Case, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor | No
 
 
 def steps(case: Case, starts: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
-    """state_ids and positions of a decode step: tokens_per_step tokens of each sequence; slot -1 is a padded sequence."""
+    """state_ids and positions of a decode step, tokens_per_step tokens of each sequence; slot -1: a padded sequence."""
     d = case.spec.tokens_per_step
     state_ids = torch.tensor(slots, dtype=torch.int32).repeat_interleave(d)
     positions = (torch.tensor(starts)[:, None] + torch.arange(d)).flatten()

@@ -212,11 +212,8 @@ def test_strided_cache_is_read_by_its_strides() -> None:
     view.copy_(x["cache"])
     y = dict(x, cache=view)
     code = generate_code(attention_op(case), *(y[n] for n in ATTENTION_ARGS))
-    for value, contiguous in zip(
-        run_on_cpu(code, [y[n] for n in ATTENTION_ARGS]),
-        attention_op(case)(*(x[n] for n in ATTENTION_ARGS)),
-        strict=True,
-    ):
+    contiguous = attention_op(case)(*(x[n] for n in ATTENTION_ARGS))
+    for value, want in zip(run_on_cpu(code, [y[n] for n in ATTENTION_ARGS]), contiguous, strict=True):
         torch.testing.assert_close(value, want, rtol=2e-2, atol=2e-2)
 
 

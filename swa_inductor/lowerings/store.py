@@ -29,7 +29,7 @@ def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv
     tokens, kv_heads, head_dim = k.get_size()
     dim, v_dim = _inductor.int_of(head_dim), 0 if v is None else _inductor.int_of(v.get_size()[2])
     vectors = [k] if v is None else [k, v]
-    # The kernel writes the cache as a mutated input; a template must have an output, so it also fills `done` [T * H_kv].
+    # The kernel writes the cache as a mutated input; a template must have an output, here `done` [T * H_kv].
     _inductor.render_template(
         TEMPLATE,
         [*vectors, cache, state_ids, positions],
