@@ -192,7 +192,7 @@ def attention(
     softcap: float | None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query over the visible rows of its ring -> out [T, H, Dv], lse [T, H]; both in `compute_dtype`."""
+    """Attention of each query over the visible rows of its ring -> out [T, H, Dv], lse [T, H], in `compute_dtype`."""
     tokens, heads, dim = q.shape
     out = q.new_empty((tokens, heads, dim if v_head_dim is None else v_head_dim), dtype=compute_dtype)
     lse = q.new_empty((tokens, heads), dtype=compute_dtype)

@@ -111,9 +111,9 @@ def _allow_producers(out: Any, producers: Sequence[Any]) -> None:
     """Let pointwise producers fuse in front of a template.
 
     Inductor's heuristics refuse producers that upcast or read more bytes than they write (a slice of a merged
-    projection counts whole). Both are worth it here: each element is read by one program only. Templates with mutated inputs are
-    refused from 2.13 on unless they say that what they write does not alias what the producer reads; a cache never
-    feeds the producer of a kernel that writes it, because the producer's result would have been realized before.
+    projection counts whole). Both are worth it here: each element is read by one program only. From 2.13 on, templates
+    with mutated inputs are refused unless they say that what they write does not alias what the producer reads; a
+    cache never feeds the producer of a kernel that writes it, because the producer would have been realized before.
     """
     buffer = out.data.data
     buffer.has_aliasing_or_mutation_for_prologue_fusion = lambda node: False
