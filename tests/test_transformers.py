@@ -78,6 +78,14 @@ def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers:
     return model.requires_grad_(False)
 
 
+def make_cache(model, **kwargs):
+    """A RingCache full of NaN, in every format: nothing may be read before it is written."""
+    cache = RingCache.from_model(model, **kwargs)
+    for layer in cache.layers:
+        layer.ring.fill_(0xFF)
+    return cache
+
+
 def prompt(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -119,9 +127,7 @@ def assert_greedy(model, ids, tokens, logits):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_are_those_of_stock_eager(name):
     model, ids = make_model(name), prompt(2, 40)
-    cache = RingCache.from_model(model, batch_size=2, max_length=100)
-    for layer in cache.layers:
-        layer.ring.fill_(0xFF)  # NaN everywhere: nothing may be read before it is written
+    cache = make_cache(model, batch_size=2, max_length=100)
     tokens, logits = decode(lambda t: forward(model, cache, t), forward(model, cache, ids), 44)
     assert_greedy(model, ids, tokens, logits)
     assert cache.get_seq_length().item() == 84
@@ -131,7 +137,7 @@ def test_greedy_tokens_are_those_of_stock_eager(name):
 @pytest.mark.parametrize("kv_format", ["fp32", "mxfp8"])
 def test_any_split_of_a_prompt_gives_the_same_logits(chunks, kv_format):
     model, ids = make_model(), prompt(2, 40)
-    cache = RingCache.from_model(model, batch_size=2, max_length=40, tokens_per_step=4, kv_format=kv_format)
+    cache = make_cache(model, batch_size=2, max_length=40, tokens_per_step=4, kv_format=kv_format)
     whole = forward(model, cache, ids)
     cache.reset()
     parts = torch.cat([forward(model, cache, part) for part in ids.split(chunks, 1)], 1)
@@ -142,7 +148,7 @@ def test_any_split_of_a_prompt_gives_the_same_logits(chunks, kv_format):
 
 def test_conversation_goes_on_with_a_second_prompt():
     model, first, second = make_model(), prompt(2, 23), prompt(2, 30, seed=2)
-    cache = RingCache.from_model(model, batch_size=2, max_length=100)
+    cache = make_cache(model, batch_size=2, max_length=100)
     answer, _ = decode(lambda t: forward(model, cache, t), forward(model, cache, first), 5)
     ids = torch.cat([first, answer[:, :-1], second], 1)
     tokens, logits = decode(lambda t: forward(model, cache, t), forward(model, cache, second), 20)
@@ -151,7 +157,7 @@ def test_conversation_goes_on_with_a_second_prompt():
 
 def test_bf16_model_keeps_bf16_records():
     model, ids = make_model(dtype=torch.bfloat16), prompt(2, 31)
-    cache = RingCache.from_model(model, batch_size=2, max_length=64)
+    cache = make_cache(model, batch_size=2, max_length=64)
     assert [layer.spec.kv_format for layer in cache.layers] == ["bf16"] * 3
     logits = torch.cat([forward(model, cache, ids[:, :30]), forward(model, cache, ids[:, 30:])], 1)
     exact = stock_logits(make_model(), ids)
@@ -164,7 +170,7 @@ def test_bf16_model_keeps_bf16_records():
 def test_padded_sequences_are_those_alone(side, tokens_per_step):
     """Two prompts, answers, then two more prompts, of different lengths, the short one padded."""
     model = make_model()
-    cache = RingCache.from_model(model, batch_size=3, max_length=100, tokens_per_step=tokens_per_step)
+    cache = make_cache(model, batch_size=3, max_length=100, tokens_per_step=tokens_per_step)
     sequences = [torch.empty(1, 0, dtype=torch.int64) for _ in range(3)]
     mask = torch.empty(3, 0, dtype=torch.int64)
     for turn, lengths in enumerate([(40, 19, 3), (1, 1, 1), (1, 1, 1), (2, 25, 4), (3, 1, 2), (0, 2, 1), (1, 1, 1)]):
@@ -194,7 +200,7 @@ def tensors(cache):
 @pytest.mark.parametrize(("name", "backend"), [("gemma3", "inductor"), ("gpt_oss", "aot_eager")])
 def test_compiled_step_compiles_once_and_keeps_its_addresses(name, backend):
     model, ids = make_model(name, layers=2), prompt(2, 40)
-    cache = RingCache.from_model(model, batch_size=2, max_length=100)
+    cache = make_cache(model, batch_size=2, max_length=100)
     addresses = [t.data_ptr() for t in tensors(cache)]
     counter = CompileCounterWithBackend(backend)
     step = torch.compile(lambda t: forward(model, cache, t), fullgraph=True, backend=counter)
@@ -214,7 +220,7 @@ def test_compiled_step_compiles_once_and_keeps_its_addresses(name, backend):
 
 def test_compiled_forward_serves_prompt_steps_and_padding_masks():
     model, ids = make_model(layers=2), prompt(2, 33)
-    cache = RingCache.from_model(model, batch_size=2, max_length=64)
+    cache = make_cache(model, batch_size=2, max_length=64)
 
     @torch.compile(fullgraph=True, backend="eager")
     def compiled(tokens, mask):
@@ -237,7 +243,7 @@ def generate(model, cache, ids, **kwargs):
 
 def test_generate_with_prompts_of_different_length_again_after_reset():
     model = make_model()
-    cache = RingCache.from_model(model, batch_size=2, max_length=80)
+    cache = make_cache(model, batch_size=2, max_length=80)
     ids, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.int64)
     ids[1, :21], mask[1, :21] = 0, 0
     for _ in range(2):
@@ -252,7 +258,7 @@ def test_generate_with_prompts_of_different_length_again_after_reset():
 
 def test_generate_with_prompt_lookup_rolls_back():
     model, ids = make_model(), prompt(1, 20).repeat(1, 2)
-    cache = RingCache.from_model(model, batch_size=1, max_length=80, tokens_per_step=4)
+    cache = make_cache(model, batch_size=1, max_length=80, tokens_per_step=4)
     removed = []
     crop = cache.crop
     cache.crop = lambda n: (removed.append(n), crop(n))
@@ -266,7 +272,7 @@ def test_generate_with_prompt_lookup_rolls_back():
 
 def test_crop_is_exact_as_far_as_the_rings_reach():
     model, ids = make_model(), prompt(2, 60)
-    cache = RingCache.from_model(model, batch_size=2, max_length=100, tokens_per_step=4)
+    cache = make_cache(model, batch_size=2, max_length=100, tokens_per_step=4)
     expected = stock_logits(model, ids)
     assert cache.is_croppable
     forward(model, cache, prompt(2, 18, seed=3))  # not wrapped yet: all of it can go
@@ -292,7 +298,7 @@ def test_crop_is_exact_as_far_as_the_rings_reach():
 
 def test_forward_after_one_that_broke_off_is_exact_or_refused():
     model, ids = make_model(), prompt(2, 60)
-    cache = RingCache.from_model(model, batch_size=2, max_length=100)
+    cache = make_cache(model, batch_size=2, max_length=100)
     forward(model, cache, ids[:, :30])
 
     def broken(*args):
@@ -319,7 +325,7 @@ def test_forward_after_one_that_broke_off_is_exact_or_refused():
 
 def test_no_sequence_outgrows_max_length():
     model, ids = make_model(), prompt(2, 32)
-    cache = RingCache.from_model(model, batch_size=2, max_length=32)
+    cache = make_cache(model, batch_size=2, max_length=32)
     assert cache.get_max_length() == 32
     forward(model, cache, ids)
     before = [layer.ring.clone() for layer in cache.layers]
@@ -333,11 +339,11 @@ def test_no_sequence_outgrows_max_length():
 
 def test_sliding_layers_alone_have_no_limit():
     model, ids = make_model("mistral"), prompt(1, 50)
-    cache = RingCache.from_model(model, batch_size=1, max_length=20)
+    cache = make_cache(model, batch_size=1, max_length=20)
     assert cache.get_max_length() == -1
     logits = torch.cat([forward(model, cache, part) for part in ids.split([30, 1, 19], 1)], 1)
     torch.testing.assert_close(logits, stock_logits(model, ids), atol=2e-3, rtol=1e-3)
-    short = RingCache.from_model(model, batch_size=1, max_length=10)  # below the window: the window is cut
+    short = make_cache(model, batch_size=1, max_length=10)  # below the window: the window is cut
     assert (short.get_max_length(), short.layers[0].spec.window) == (10, 10)
     torch.testing.assert_close(forward(model, short, ids[:, :10]), logits[:, :10], atol=2e-3, rtol=1e-3)
     with pytest.raises(InvalidArgumentError, match="max_length=10"):
@@ -347,7 +353,7 @@ def test_sliding_layers_alone_have_no_limit():
 def test_cache_bytes_and_layers():
     model = make_model()
     rows, record = {"sliding_attention": WINDOW + 2, "full_attention": 50 + 2}, 2 * (32 + 1)
-    cache = RingCache.from_model(model, batch_size=3, max_length=50, tokens_per_step=2, kv_format="mxfp8")
+    cache = make_cache(model, batch_size=3, max_length=50, tokens_per_step=2, kv_format="mxfp8")
     assert cache.cache_bytes == sum(3 * rows[layer_type] * 2 * record for layer_type in MIXED)
     assert cache.is_sliding == [True, False, True]
     assert cache.is_compileable and cache.batch_size == 3 and len(cache) == 3
@@ -358,7 +364,7 @@ def test_cache_bytes_and_layers():
 
 def test_other_caches_and_batches_are_refused():
     model, ids = make_model(), prompt(2, 20)
-    cache = RingCache.from_model(model, batch_size=2, max_length=50)
+    cache = make_cache(model, batch_size=2, max_length=50)
     for wrong in (None, DynamicCache(config=model.config)):
         with pytest.raises(InvalidArgumentError, match="RingCache"):
             forward(model, wrong, ids, use_cache=wrong is not None)
@@ -377,8 +383,8 @@ def test_other_caches_and_batches_are_refused():
     assert cache.state.lengths.tolist() == [0, 0]
     use_stock(model)  # twice is no harm
     torch.testing.assert_close(model(input_ids=ids).logits, stock_logits(model, ids))
-    RingCache.from_model(model, batch_size=2, max_length=50)
-    RingCache.from_model(model, batch_size=1, max_length=50)
+    make_cache(model, batch_size=2, max_length=50)
+    make_cache(model, batch_size=1, max_length=50)
     assert model.config._attn_implementation == IMPLEMENTATION
     use_stock(model)
     assert model.config._attn_implementation == "eager"
@@ -386,7 +392,7 @@ def test_other_caches_and_batches_are_refused():
 
 def test_no_mask_is_lost():
     model, ids = make_model(), prompt(2, 20)
-    cache = RingCache.from_model(model, batch_size=2, max_length=50)
+    cache = make_cache(model, batch_size=2, max_length=50)
     forward(model, cache, ids)
     name = next(n for n in inspect.signature(create_causal_mask).parameters if n in ("cache", "past_key_values"))
     args = {"config": model.config, "inputs_embeds": torch.empty(2, 3, 0), "attention_mask": None, name: cache}
@@ -413,7 +419,7 @@ def test_no_mask_is_lost():
 
 def test_padding_masks_that_do_not_fit_are_refused():
     model, ids = make_model(), prompt(2, 20)
-    cache = RingCache.from_model(model, batch_size=2, max_length=50)
+    cache = make_cache(model, batch_size=2, max_length=50)
     holes = torch.ones(2, 20, dtype=torch.int64)
     holes[1, 7] = 0
     narrow, forgets = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 23, dtype=torch.int64)
@@ -431,7 +437,7 @@ def test_padding_masks_that_do_not_fit_are_refused():
 
 def test_training_is_refused():
     model, ids = make_model().requires_grad_(True), prompt(2, 20)
-    cache = RingCache.from_model(model, batch_size=2, max_length=50)
+    cache = make_cache(model, batch_size=2, max_length=50)
     with pytest.raises(UnsupportedError, match="inference"):
         forward(model, cache, ids)
     with torch.inference_mode():
@@ -458,7 +464,7 @@ def test_models_that_rings_cannot_serve_are_refused(change, reason):
     for name, value in change.items():
         model.config.__dict__[name] = value
     with pytest.raises(UnsupportedError, match=reason):
-        RingCache.from_model(model, batch_size=1, max_length=50)
+        make_cache(model, batch_size=1, max_length=50)
     assert model.config._attn_implementation == "eager"
 
 
@@ -468,4 +474,4 @@ def test_models_that_rings_cannot_serve_are_refused(change, reason):
 def test_wrong_arguments_are_refused(wrong):
     model = make_model()
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
-        RingCache.from_model(model, **{"batch_size": 1, "max_length": 50, **wrong})
+        make_cache(model, **{"batch_size": 1, "max_length": 50, **wrong})
