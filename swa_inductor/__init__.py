@@ -4,10 +4,49 @@ Importing the package registers the ops (`torch.ops.swa_inductor.*`) and their I
 """
 
 from swa_inductor import lowerings as _lowerings  # noqa: F401  registers the ops and their lowerings
-from swa_inductor.api import attention, store
-from swa_inductor.errors import InvalidArgumentError, UnsupportedError
-from swa_inductor.spec import RingSpec
+from swa_inductor.api import (
+    attention,
+    attention_index,
+    attention_prefill,
+    attention_workspace,
+    gather,
+    merge_attention,
+    ring_read_raw,
+    ring_write_raw,
+    store,
+    store_cast_back,
+)
+from swa_inductor.api_metadata import decode_index, prefill_index, prefill_plan
+from swa_inductor.errors import InvalidArgumentError, OutOfSlotsError, UnsupportedError
+from swa_inductor.metadata import DecodeMetadata, PrefillMetadata
+from swa_inductor.spec import RawRingSpec, RingSpec
+from swa_inductor.state import Slot, SlotAllocator, StateLayout
 
 __version__ = "0.1.0"
 
-__all__ = ["InvalidArgumentError", "RingSpec", "UnsupportedError", "__version__", "attention", "store"]
+__all__ = [
+    "DecodeMetadata",
+    "InvalidArgumentError",
+    "OutOfSlotsError",
+    "PrefillMetadata",
+    "RawRingSpec",
+    "RingSpec",
+    "Slot",
+    "SlotAllocator",
+    "StateLayout",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_index",
+    "attention_prefill",
+    "attention_workspace",
+    "decode_index",
+    "gather",
+    "merge_attention",
+    "prefill_index",
+    "prefill_plan",
+    "ring_read_raw",
+    "ring_write_raw",
+    "store",
+    "store_cast_back",
+]

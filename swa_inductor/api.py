@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swa_inductor.spec import RingSpec
+from swa_inductor.spec import RawRingSpec, RingSpec
 
 
 def store(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec) -> None:
@@ -87,3 +87,253 @@ def attention(
         return_lse=return_lse,
     )
     return (out, lse) if return_lse else out
+
+
+def ring_write_raw(values: Tensor, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RawRingSpec) -> None:
+    """Write the entry of each token into row `position % entries` of the raw ring of its slot, in place.
+
+    Args:
+        values: [T, width], bf16, fp16 or fp32; cast to the dtype of the ring, not quantised.
+        cache: uint8 [num_slots, entries, 1, bytes of an entry], as `StateLayout.compression_view` gives it; written.
+        state_ids, positions: as in `store`.
+        spec: geometry of the ring.
+
+    Raises:
+        InvalidArgumentError: as in `store`.
+    """
+    store(values[:, None], None, cache, state_ids, positions, spec=spec.ring)
+
+
+def ring_read_raw(
+    cache: Tensor,
+    state_ids: Tensor,
+    positions: Tensor,
+    *,
+    spec: RawRingSpec,
+    valid_start: Tensor | None = None,
+) -> Tensor:
+    """The last `ratio` entries of each sequence up to a position.
+
+    Args:
+        cache: uint8 [num_slots, entries, 1, bytes of an entry], as written by `ring_write_raw`; read only.
+        state_ids: int32 [T]; -1 for a padded row.
+        positions: int64 [T], the last entry to read, already written.
+        spec: geometry of the ring.
+        valid_start: int32 [T], first position of the sequence that may be read; default 0.
+
+    Returns:
+        [T, ratio, width] in the dtype of the ring, oldest entry first: column c holds position `p - ratio + 1 + c`.
+        Absent entries are 0: those below max(valid_start, 0), and all of a padded row.
+
+    Raises:
+        InvalidArgumentError: as in `store`.
+    """
+    return torch.ops.swa_inductor.ring_read_raw(
+        cache, state_ids, positions, valid_start, window=spec.ratio, kv_format=spec.dtype
+    )
+
+
+def store_cast_back(
+    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec
+) -> tuple[Tensor, Tensor | None]:
+    """`store`, and the vectors as they will be read back, so that prefill attends to the numbers that decode will read.
+
+    Args and errors as in `store`; the result does not depend on which tokens write.
+
+    Returns:
+        k and v (None when K = V) after the round trip through the record format, shapes and dtypes of the inputs.
+    """
+    k_back, v_back = torch.ops.swa_inductor.store_cast_back(
+        k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax
+    )
+    return k_back, None if v is None else v_back
+
+
+def gather(
+    cache: Tensor,
+    state_ids: Tensor,
+    q_starts: Tensor,
+    *,
+    spec: RingSpec,
+    dtype: torch.dtype,
+    valid_start: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The workspace of a prefill: W history rows per sequence, dequantised, then the new tokens.
+
+    Args:
+        cache: uint8 [num_slots, R, num_kv_heads, record_bytes]; read only, so gather before storing.
+        state_ids: int32 [B], slot of each sequence, -1 for none (W zero rows).
+        q_starts: int64 [B], position of the first new token of each sequence.
+        spec: geometry and record format of the rings.
+        dtype: of the workspace: bf16, fp16 or fp32.
+        valid_start: int32 [B], first position that may be read; default 0.
+        k, v: new tokens [T, num_kv_heads, dim] in `dtype`, appended after the history; v None when K = V.
+
+    Returns:
+        K [B * W + T, num_kv_heads, head_dim] and V likewise (None when K = V). History row `b * W + i` holds position
+        `q_starts[b] - W + i`, zeros where that lies below max(valid_start, 0).
+
+    Raises:
+        InvalidArgumentError: a wrong dtype, shape, stride or device.
+    """
+    out_k, out_v = torch.ops.swa_inductor.gather(
+        cache,
+        state_ids,
+        q_starts,
+        valid_start,
+        k,
+        v,
+        window=spec.window,
+        kv_format=spec.kv_format,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        dtype=dtype,
+    )
+    return out_k, None if spec.v_head_dim is None else out_v
+
+
+def attention_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cache: Tensor,
+    state_ids: Tensor,
+    positions: Tensor,
+    q_starts: Tensor,
+    *,
+    spec: RingSpec,
+    scale: float | None = None,
+    valid_start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens over their history, read from the ring, and themselves; without a workspace.
+
+    Call it before the new tokens are stored: storing first would overwrite history that they still see. Prefill chunks,
+    decode tokens and padding may be mixed.
+
+    Args:
+        q: [T, num_heads, head_dim]; k: [T, num_kv_heads, head_dim]; v: likewise, None when K = V; one dtype. Give k and
+            v as they will be read back (`store_cast_back`, or reference.round_trip), so that any split of a prompt into
+            chunks gives the same outputs.
+        cache: uint8 [num_slots, R, num_kv_heads, record_bytes]; read only.
+        state_ids: int32 [T]; -1 for a padded row. The tokens of a sequence stand together, in order of position.
+        positions: int64 [T].
+        q_starts: int64 [T], position of the first new token of the token's sequence.
+        spec, scale, valid_start (int32 [T]), sinks, softcap, return_lse: as in `attention`.
+
+    Returns and raises as `attention` does.
+    """
+    out, lse = torch.ops.swa_inductor.attention_prefill(
+        q,
+        k,
+        v,
+        cache,
+        state_ids,
+        positions,
+        q_starts,
+        valid_start,
+        sinks,
+        window=spec.window,
+        scale=spec.head_dim**-0.5 if scale is None else scale,
+        kv_format=spec.kv_format,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_workspace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    pivots: Tensor,
+    *,
+    window: int,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over two row ranges of a workspace per query.
+
+    Args:
+        q: [T, num_heads, head_dim]; k: [rows, num_kv_heads, head_dim]; v: likewise, None when K = V; one dtype.
+        pivots: int32 [T, 4] = (start1, len1, start2, len2), rows of the workspace; len1 + len2 <= window.
+        window: most keys of a query. scale: default head_dim ** -0.5. sinks, softcap, return_lse: as in `attention`.
+
+    Returns and raises as `attention` does; a query with two empty ranges gets 0 and -inf.
+    """
+    out, lse = torch.ops.swa_inductor.attention_workspace(
+        q,
+        k,
+        v,
+        pivots,
+        sinks,
+        window=window,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_index(
+    q: Tensor,
+    cache: Tensor,
+    index: Tensor,
+    *,
+    kv_format: str,
+    v_head_dim: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the records that an index names, of a ring or of any other buffer of records.
+
+    Args:
+        q: [T, num_heads, head_dim].
+        cache: uint8 [num_slots, R, num_kv_heads, record_bytes]; R is any number of rows per block.
+        index: int32 [T, N], flat row ids `slot * R + row`; -1 is absent, as is an id outside of the buffer.
+        kv_format: record format. v_head_dim: values of a V vector; None when K = V.
+        scale: default head_dim ** -0.5. sinks, softcap, return_lse: as in `attention`.
+
+    Returns and raises as `attention` does.
+    """
+    out, lse = torch.ops.swa_inductor.attention_index(
+        q,
+        cache,
+        index,
+        sinks,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        kv_format=kv_format,
+        v_head_dim=v_head_dim,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys, e.g. a window and compressed keys, each computed without sink.
+
+    Plain torch: it fuses into what follows. `out = sum_i e^(lse_i - m) out_i / (sum_i e^(lse_i - m) + e^(sink - m))`.
+
+    Args:
+        out_a, out_b: [T, H, Dv]; lse_a, lse_b: fp32 [T, H], natural log, -inf where a side has no key.
+        sinks: [H], taken in once, here.
+
+    Returns:
+        out [T, H, Dv] in the dtype of out_a, 0 where there is neither key nor sink, and lse [T, H] without the sink.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    denominator = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype))
+    base = torch.where(denominator == -torch.inf, 0, denominator)
+    weight_a, weight_b = (torch.exp(x - base)[..., None] for x in (lse_a, lse_b))
+    return (out_a.to(lse.dtype) * weight_a + out_b.to(lse.dtype) * weight_b).to(out_a.dtype), lse

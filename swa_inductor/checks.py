@@ -6,6 +6,7 @@ reading them costs no device synchronisation. On a device, bad metadata makes a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ def _tensor(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: 
             require(size == wanted, f"{name} shape", tuple(t.shape), what)
 
 
-def _same_device(reference: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+def _same_device(reference: torch.Tensor, where: str = "cache is", **tensors: torch.Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None:
-            require(t.device == reference.device, f"{name} device", t.device, f"{reference.device}, where the cache is")
+            require(t.device == reference.device, f"{name} device", t.device, f"{reference.device}, where the {where}")
 
 
 def check_cache(cache: torch.Tensor, num_kv_heads: Any, record: int, kv_format: str) -> None:
@@ -72,6 +73,34 @@ def check_store(
     _same_device(cache, k=k, v=v)
 
 
+def _check_query(q: torch.Tensor, kv_heads: Any, sinks: torch.Tensor | None, softcap: float | None) -> None:
+    _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
+    heads = q.shape[1]
+    require(heads % kv_heads == 0, "q heads", heads, f"a multiple of num_kv_heads={kv_heads}")
+    if sinks is not None:
+        _tensor("sinks", sinks, FLOATS, (heads,), f"[num_heads={heads}]")
+    require(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
+
+
+def _check_records(cache: torch.Tensor, head_dim: Any, v_head_dim: int | None, kv_format: str) -> Any:
+    """A cache that is read with vectors of these dims; returns its number of KV heads."""
+    require(cache.dim() == 4, "cache shape", tuple(cache.shape), "[num_slots, R, num_kv_heads, record_bytes]")
+    kv_heads = cache.shape[2]
+    check_cache(cache, kv_heads, record_bytes(kv_format, head_dim, v_head_dim), kv_format)
+    return kv_heads
+
+
+def _check_new(
+    k: torch.Tensor, v: torch.Tensor | None, tokens: Any, heads: Any, dim: Any, v_dim: Any, dtype: torch.dtype
+) -> None:
+    """New vectors of an attention call or a workspace; `tokens` None for any number of rows."""
+    rows = "T" if tokens is None else f"T={tokens}"
+    _tensor("k", k, (dtype,), (tokens, heads, dim), f"[{rows}, num_kv_heads={heads}, head_dim={dim}]")
+    if v is not None:
+        wanted = f"[{rows}, num_kv_heads={heads}, v_head_dim={'any' if v_dim is None else v_dim}]"
+        _tensor("v", v, (dtype,), (k.shape[0], heads, v_dim), wanted)
+
+
 def check_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -87,16 +116,11 @@ def check_attention(
 ) -> None:
     """Arguments of swa_inductor::attention (shapes in api.attention)."""
     _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
-    tokens, heads, dim = q.shape
-    require(cache.dim() == 4, "cache shape", tuple(cache.shape), "[num_slots, R, num_kv_heads, record_bytes]")
-    kv_heads = cache.shape[2]
-    require(heads % kv_heads == 0, "q heads", heads, f"a multiple of num_kv_heads={kv_heads}")
-    check_cache(cache, kv_heads, record_bytes(kv_format, dim, v_head_dim), kv_format)
+    tokens, _, dim = q.shape
+    _check_query(q, _check_records(cache, dim, v_head_dim, kv_format), sinks, softcap)
     _check_metadata(cache, tokens, state_ids, positions)
     if valid_start is not None:
         _tensor("valid_start", valid_start, (torch.int32,), (tokens,), f"[T={tokens}]")
-    if sinks is not None:
-        _tensor("sinks", sinks, FLOATS, (heads,), f"[num_heads={heads}]")
     _same_device(cache, q=q, valid_start=valid_start, sinks=sinks)
     require(window >= 1, "window", window, "an integer of at least 1")
     require(tokens_per_step >= 1, "tokens_per_step", tokens_per_step, "an integer of at least 1")
@@ -104,7 +128,208 @@ def check_attention(
         tokens % tokens_per_step == 0, "q shape", tuple(q.shape), f"T a multiple of tokens_per_step={tokens_per_step}"
     )
     require_capacity(cache.shape[1], window, tokens_per_step)
-    require(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
+
+
+def check_attention_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    cache: torch.Tensor,
+    state_ids: torch.Tensor,
+    positions: torch.Tensor,
+    q_starts: torch.Tensor,
+    valid_start: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    window: int,
+    kv_format: str,
+    softcap: float | None,
+) -> None:
+    """Arguments of swa_inductor::attention_prefill (shapes in api.attention_prefill)."""
+    v_dim = None if v is None else v.shape[-1]
+    _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
+    tokens, _, dim = q.shape
+    kv_heads = _check_records(cache, dim, v_dim, kv_format)
+    _check_query(q, kv_heads, sinks, softcap)
+    _check_new(k, v, tokens, kv_heads, dim, v_dim, q.dtype)
+    _check_metadata(cache, tokens, state_ids, positions)
+    _tensor("q_starts", q_starts, (torch.int64,), (tokens,), f"[T={tokens}]")
+    if valid_start is not None:
+        _tensor("valid_start", valid_start, (torch.int32,), (tokens,), f"[T={tokens}]")
+    _same_device(cache, q=q, k=k, v=v, q_starts=q_starts, valid_start=valid_start, sinks=sinks)
+    require(window >= 1, "window", window, "an integer of at least 1")
+    require_capacity(cache.shape[1], window, 1)
+
+
+def check_attention_workspace(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    pivots: torch.Tensor,
+    sinks: torch.Tensor | None,
+    window: int,
+    softcap: float | None,
+) -> None:
+    """Arguments of swa_inductor::attention_workspace (shapes in api.attention_workspace)."""
+    _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
+    tokens, _, dim = q.shape
+    require(k.dim() == 3, "k shape", tuple(k.shape), f"[rows, num_kv_heads, head_dim={dim}]")
+    _check_query(q, k.shape[1], sinks, softcap)
+    _check_new(k, v, None, k.shape[1], dim, None, q.dtype)
+    _tensor("pivots", pivots, (torch.int32,), (tokens, 4), f"[T={tokens}, 4]")
+    _same_device(q, k=k, v=v, pivots=pivots, sinks=sinks)
+    require(window >= 1, "window", window, "an integer of at least 1")
+
+
+def check_attention_index(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    index: torch.Tensor,
+    sinks: torch.Tensor | None,
+    kv_format: str,
+    v_head_dim: int | None,
+    softcap: float | None,
+) -> None:
+    """Arguments of swa_inductor::attention_index (shapes in api.attention_index)."""
+    _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
+    _check_query(q, _check_records(cache, q.shape[2], v_head_dim, kv_format), sinks, softcap)
+    _tensor("index", index, (torch.int32,), (q.shape[0], None), f"[T={q.shape[0]}, N]")
+    _same_device(cache, q=q, index=index, sinks=sinks)
+
+
+def check_gather(
+    cache: torch.Tensor,
+    state_ids: torch.Tensor,
+    q_starts: torch.Tensor,
+    valid_start: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    window: int,
+    kv_format: str,
+    head_dim: int,
+    v_head_dim: int | None,
+    dtype: torch.dtype,
+) -> None:
+    """Arguments of swa_inductor::gather (shapes in api.gather)."""
+    kv_heads = _check_records(cache, head_dim, v_head_dim, kv_format)
+    require(dtype in FLOATS, "dtype", dtype, " or ".join(map(str, FLOATS)))
+    _tensor("state_ids", state_ids, (torch.int32,), (None,), "[B]")
+    sequences = state_ids.shape[0]
+    _tensor("q_starts", q_starts, (torch.int64,), (sequences,), f"[B={sequences}]")
+    if valid_start is not None:
+        _tensor("valid_start", valid_start, (torch.int32,), (sequences,), f"[B={sequences}]")
+    needs_v = k is not None and v_head_dim is not None
+    require((v is not None) == needs_v, "v", "a tensor" if v is not None else "None", "as k, and None when K = V")
+    if k is not None:
+        _check_new(k, v, None, kv_heads, head_dim, v_head_dim, dtype)
+    _same_device(cache, state_ids=state_ids, q_starts=q_starts, valid_start=valid_start, k=k, v=v)
+    require(window >= 1, "window", window, "an integer of at least 1")
+    require_capacity(cache.shape[1], window, 1)
+
+
+def check_row_ids(window: int, ring_rows: int, num_slots: int) -> None:
+    """Geometry of an op that makes flat row ids, which leave as int32."""
+    require(window >= 1, "window", window, "an integer of at least 1")
+    require_capacity(ring_rows, window, 1)
+    rows = num_slots * ring_rows
+    require(0 < rows < 2**31, "num_slots", f"{num_slots} of R={ring_rows}", "1 and up, num_slots * R below 2^31")
+
+
+def check_decode_index(
+    state_ids: torch.Tensor,
+    positions: torch.Tensor,
+    valid_start: torch.Tensor | None,
+    window: int,
+    ring_rows: int,
+    num_slots: int,
+    width: int | None,
+) -> None:
+    """Arguments of swa_inductor::decode_index (shapes in api.decode_index)."""
+    _tensor("state_ids", state_ids, (torch.int32,), (None,), "[T]")
+    tokens = state_ids.shape[0]
+    _tensor("positions", positions, (torch.int64,), (tokens,), f"[T={tokens}]")
+    if valid_start is not None:
+        _tensor("valid_start", valid_start, (torch.int32,), (tokens,), f"[T={tokens}]")
+    _same_device(state_ids, "state_ids are", positions=positions, valid_start=valid_start)
+    check_row_ids(window, ring_rows, num_slots)
+    require(width is None or width >= window, "width", width, f"None or at least window={window}")
+
+
+def check_prefill_plan(
+    state_ids: torch.Tensor,
+    q_lens: torch.Tensor,
+    k_lens: torch.Tensor,
+    valid_start: torch.Tensor | None,
+    num_tokens: Any,
+    window: int,
+    ring_rows: int,
+    num_slots: int,
+) -> None:
+    """Arguments of swa_inductor::prefill_plan (shapes in api.prefill_plan)."""
+    _tensor("state_ids", state_ids, (torch.int32,), (None,), "[B]")
+    sequences = state_ids.shape[0]
+    lists = {"q_lens": q_lens, "k_lens": k_lens, "valid_start": valid_start}
+    for name, t in lists.items():
+        if t is not None:
+            _tensor(name, t, (torch.int32,), (sequences,), f"[B={sequences}]")
+    _same_device(state_ids, "state_ids are", **lists)
+    require(num_tokens >= 0, "num_tokens", num_tokens, "0 and up")
+    check_row_ids(window, ring_rows, num_slots)
+
+
+def check_prefill_index(pivots: torch.Tensor, window: int) -> None:
+    """Arguments of swa_inductor::prefill_index (shapes in api.prefill_index)."""
+    _tensor("pivots", pivots, (torch.int32,), (None, 4), "[T, 4]")
+    require(window >= 1, "window", window, "an integer of at least 1")
+
+
+def check_ring_read_raw(
+    cache: torch.Tensor,
+    state_ids: torch.Tensor,
+    positions: torch.Tensor,
+    valid_start: torch.Tensor | None,
+    window: int,
+    kv_format: str,
+) -> None:
+    """Arguments of swa_inductor::ring_read_raw (shapes in api.ring_read_raw)."""
+    raw = [name for name in VALUE_BYTES if name != "mxfp8"]
+    require(kv_format in raw, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, raw)))
+    what = "[num_slots, entries, 1, bytes of an entry]"
+    require(cache.dim() == 4, "cache shape", tuple(cache.shape), what)
+    size = VALUE_BYTES[kv_format]
+    require(cache.shape[3] % size == 0, "cache shape", tuple(cache.shape), f"{what}, {size} bytes a value")
+    check_cache(cache, 1, cache.shape[3], kv_format)
+    _tensor("state_ids", state_ids, (torch.int32,), (None,), "[T]")
+    _check_metadata(cache, state_ids.shape[0], state_ids, positions)
+    if valid_start is not None:
+        _tensor("valid_start", valid_start, (torch.int32,), tuple(state_ids.shape), f"[T={state_ids.shape[0]}]")
+    _same_device(cache, valid_start=valid_start)
+    require(window >= 1, "window", window, "an integer of at least 1")
+    require_capacity(cache.shape[1], window, 1)
+
+
+def check_sequences(
+    num_slots: int,
+    num_tokens: int,
+    state_ids: Sequence[int],
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    valid_start: Sequence[int] | None,
+) -> None:
+    """Values of the metadata of a prefill. A padded sequence (slot -1) may hold anything but a negative q_len."""
+    for i, slot in enumerate(state_ids):
+        require(-1 <= slot < num_slots, f"state_ids[{i}]", slot, f"-1 (padded) to {num_slots - 1}")
+        require(q_lens[i] >= 0, f"q_lens[{i}]", q_lens[i], "0 and up")
+        if slot >= 0:
+            q_start = k_lens[i] - q_lens[i]
+            require(q_start >= 0, f"k_lens[{i}]", k_lens[i], f"q_lens[{i}]={q_lens[i]} and up (new tokens count)")
+            if valid_start is not None:
+                require(valid_start[i] <= q_start, f"valid_start[{i}]", valid_start[i], f"up to q_start={q_start}")
+    require(sum(q_lens) <= num_tokens, "q_lens", f"{sum(q_lens)} tokens", f"num_tokens={num_tokens} at most")
+
+
+def readable(t: torch.Tensor) -> bool:
+    """Whether values can be read without a device synchronisation: a real tensor on the CPU."""
+    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
 
 
 def check_values(
@@ -115,17 +340,8 @@ def check_values(
     tokens_per_step: int = 1,
 ) -> None:
     """Values of the metadata, read only where that needs no device synchronisation: real tensors on the CPU."""
-    if state_ids.device.type != "cpu" or isinstance(state_ids, FakeTensor) or state_ids.numel() == 0:
-        return
-    slots = cache.shape[0]
-    require(bool((state_ids < slots).all()), "state_ids", int(state_ids.max()), f"-1 (padded row) to {slots - 1}")
-    require(bool((state_ids >= -1).all()), "state_ids", int(state_ids.min()), f"-1 (padded row) to {slots - 1}")
-    live = state_ids >= 0
-    require(bool((positions[live] >= 0).all()), "positions", "a negative position", "0 and up where state_ids >= 0")
-    if valid_start is not None:
-        late = live & (valid_start > positions)
-        require(not bool(late.any()), "valid_start", "a start after the query", "valid_start <= positions")
-    if tokens_per_step > 1:
+    check_rows(cache.shape[0], state_ids, positions, valid_start)
+    if tokens_per_step > 1 and readable(state_ids) and state_ids.numel():
         s, p = state_ids.view(-1, tokens_per_step), positions.view(-1, tokens_per_step)
         first = s.argmax(1, keepdim=True)  # any live row of the step: all share one slot, positions count up by one
         base = p.gather(1, first) - first
@@ -137,3 +353,18 @@ def check_values(
             "a step that mixes slots or skips a position",
             f"{tokens_per_step} consecutive positions of one slot per step (padded rows apart)",
         )
+
+
+def check_rows(
+    slots: int, state_ids: torch.Tensor, positions: torch.Tensor, valid_start: torch.Tensor | None = None
+) -> None:
+    """Values of the metadata of single rows, where they are readable."""
+    if not readable(state_ids) or state_ids.numel() == 0:
+        return
+    require(bool((state_ids < slots).all()), "state_ids", int(state_ids.max()), f"-1 (padded row) to {slots - 1}")
+    require(bool((state_ids >= -1).all()), "state_ids", int(state_ids.min()), f"-1 (padded row) to {slots - 1}")
+    live = state_ids >= 0
+    require(bool((positions[live] >= 0).all()), "positions", "a negative position", "0 and up where state_ids >= 0")
+    if valid_start is not None:
+        late = live & (valid_start > positions)
+        require(not bool(late.any()), "valid_start", "a start after the query", "valid_start <= positions")

@@ -13,6 +13,10 @@ class UnsupportedError(NotImplementedError):
     """A valid request that this version or this device cannot serve. Nothing has been written."""
 
 
+class OutOfSlotsError(RuntimeError):
+    """Every state slot is in use or waits for a step that is in flight."""
+
+
 def require(condition: Any, name: str, got: object, allowed: str) -> None:
     """Raise InvalidArgumentError unless `condition` (a bool, or a SymBool over traced sizes) holds."""
     # bool() of a SymBool guards on it; sizes that cannot be decided at trace time become runtime assertions.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from swa_inductor import reference_inline
 from swa_inductor.spec import MXFP8_BLOCK, vector_bytes
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -119,18 +121,14 @@ def _exp2(exponent: Tensor) -> Tensor:
 
 def live_rows(cache: Tensor, state_ids: Tensor, positions: Tensor) -> Tensor:
     """bool [T]: rows that are neither padded nor bad."""
-    return (state_ids >= 0) & (state_ids < cache.shape[0]) & (positions >= 0)
+    return reference_inline.live_rows(cache.shape[0], state_ids, positions)
 
 
 def visible_range(
     cache: Tensor, state_ids: Tensor, positions: Tensor, valid_start: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
     """First visible position `lo` and count `n` of each query, int64 [T]: lo = max(p - W + 1, valid_start, 0)."""
-    lo = (positions - window + 1).clamp(min=0)
-    if valid_start is not None:
-        lo = torch.maximum(lo, valid_start.to(lo.dtype))
-    n = (positions - lo + 1).clamp(min=0)
-    return lo, torch.where(live_rows(cache, state_ids, positions), n, 0)
+    return reference_inline.visible_range(cache.shape[0], state_ids, positions, valid_start, window)
 
 
 def writing_rows(cache: Tensor, state_ids: Tensor, positions: Tensor) -> Tensor:
@@ -177,6 +175,43 @@ def store(
 _CHUNK_VALUES = 1 << 25
 """Gathered K and V values held at a time: bounds the memory of the eager path, 128 MB each in fp32."""
 
+Fetch = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+"""(tokens of the call, their visible columns bool [T, N]) -> K [T, N, H_kv, D] and V [T, N, H_kv, Dv] of the columns."""
+
+
+def _attend_columns(
+    q: Tensor,
+    visible: Callable[[slice], Tensor],
+    width: int,
+    fetch: Fetch,
+    kv_heads: int,
+    v_dim: int,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    compute_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`attend` over `width` columns per query, a bounded number of queries at a time."""
+    tokens, heads, dim = q.shape
+    out = q.new_empty((tokens, heads, v_dim), dtype=compute_dtype)
+    lse = q.new_empty((tokens, heads), dtype=compute_dtype)
+    if width == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    chunk = max(1, _CHUNK_VALUES // (width * kv_heads * max(dim, v_dim)))
+    for t in range(0, tokens, chunk):
+        part = slice(t, t + chunk)
+        seen = visible(part)
+        k, v = fetch(part, seen)
+        out[part], lse[part] = attend(
+            q[part].to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype), seen, sinks, scale, softcap
+        )
+    return out, lse
+
+
+def _longest(n: Tensor, window: int) -> int:
+    """Most visible keys of any query. Free to read on the CPU; on a device it would be a synchronisation."""
+    return (int(n.max()) if n.numel() else 0) if n.device.type == "cpu" else window
+
 
 def attention(
     q: Tensor,
@@ -193,28 +228,178 @@ def attention(
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query over the visible rows of its ring -> out [T, H, Dv], lse [T, H], in `compute_dtype`."""
-    tokens, heads, dim = q.shape
-    out = q.new_empty((tokens, heads, dim if v_head_dim is None else v_head_dim), dtype=compute_dtype)
-    lse = q.new_empty((tokens, heads), dtype=compute_dtype)
-    if tokens == 0:
-        return out, lse
+    dim = q.shape[2]
     lo, n = visible_range(cache, state_ids, positions, valid_start, window)
-    # Reading the longest window back is free on the CPU; on a device it would be a synchronisation.
-    width = int(n.max()) if n.device.type == "cpu" else window
-    if width == 0:
-        return out.zero_(), lse.fill_(-math.inf)
+    width = _longest(n, window)
     column = torch.arange(width, device=q.device)
-    chunk = max(1, _CHUNK_VALUES // (width * cache.shape[2] * max(dim, out.shape[-1])))
-    for t in range(0, tokens, chunk):
-        part = slice(t, t + chunk)
-        visible = column < n[part, None]
-        slot = torch.where(visible, state_ids[part, None].long(), 0)
-        row = torch.where(visible, (lo[part, None] + column) % cache.shape[1], 0)
-        k, v = decode_record(cache[slot, row], kv_format, dim, v_head_dim)
-        out[part], lse[part] = attend(
-            q[part].to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype), visible, sinks, scale, softcap
-        )
-    return out, lse
+
+    def fetch(part: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+        slot = torch.where(seen, state_ids[part, None].long(), 0)
+        row = torch.where(seen, (lo[part, None] + column) % cache.shape[1], 0)
+        return decode_record(cache[slot, row], kv_format, dim, v_head_dim)
+
+    return _attend_columns(
+        q,
+        lambda part: column < n[part, None],
+        width,
+        fetch,
+        cache.shape[2],
+        dim if v_head_dim is None else v_head_dim,
+        sinks,
+        scale,
+        softcap,
+        compute_dtype,
+    )
+
+
+def attention_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cache: Tensor,
+    state_ids: Tensor,
+    positions: Tensor,
+    q_starts: Tensor,
+    valid_start: Tensor | None,
+    sinks: Tensor | None,
+    window: int,
+    scale: float,
+    kv_format: str,
+    softcap: float | None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """As `attention`, but keys from position `q_starts[t]` on are new tokens of this call, not yet in the ring."""
+    tokens, _, dim = q.shape
+    v_dim = None if v is None else v.shape[2]
+    lo, n = visible_range(cache, state_ids, positions, valid_start, window)
+    width = _longest(n, window)
+    column = torch.arange(width, device=q.device)
+    own = torch.arange(tokens, device=q.device)
+
+    def fetch(part: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+        key = lo[part, None] + column
+        old = seen & (key < q_starts[part, None])
+        slot = torch.where(old, state_ids[part, None].long(), 0)
+        old_k, old_v = decode_record(cache[slot, torch.where(old, key % cache.shape[1], 0)], kv_format, dim, v_dim)
+        # The tokens of a sequence stand together: the one at position `key` is positions[t] - key tokens before.
+        new = torch.where(seen & ~old, own[part, None] - (positions[part, None] - key), 0).clamp(0, tokens - 1)
+        keep = old[..., None, None]
+        new_k = torch.where(keep, old_k.to(k.dtype), k[new])
+        return new_k, new_k if v is None else torch.where(keep, old_v.to(v.dtype), v[new])
+
+    return _attend_columns(
+        q,
+        lambda part: column < n[part, None],
+        width,
+        fetch,
+        cache.shape[2],
+        dim if v_dim is None else v_dim,
+        sinks,
+        scale,
+        softcap,
+        compute_dtype,
+    )
+
+
+def attention_workspace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    pivots: Tensor,
+    sinks: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float | None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention over two row ranges of a workspace per query, (start1, len1, start2, len2) = pivots int32 [T, 4]."""
+    start1, len1, start2, len2 = pivots.clamp(min=0).long().unbind(1)
+    column = torch.arange(window, device=q.device)
+    index = torch.where(column < len1[:, None], start1[:, None], (start2 - len1)[:, None]) + column
+    valid = (column < (len1 + len2)[:, None]) & (index < k.shape[0])
+
+    def fetch(part: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.where(seen, index[part], 0)
+        return k[rows], (k if v is None else v)[rows]
+
+    return _attend_columns(
+        q,
+        lambda part: valid[part],
+        window,
+        fetch,
+        k.shape[1],
+        (k if v is None else v).shape[2],
+        sinks,
+        scale,
+        softcap,
+        compute_dtype,
+    )
+
+
+def attention_index(
+    q: Tensor,
+    cache: Tensor,
+    index: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    kv_format: str,
+    v_head_dim: int | None,
+    softcap: float | None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the records that int32 index [T, N] names by flat row id, slot * R + row; -1 is absent."""
+    slots, rows = cache.shape[:2]
+    valid = (index >= 0) & (index < slots * rows)
+
+    def fetch(part: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+        flat = torch.where(seen, index[part].long(), 0)
+        return decode_record(cache[flat // rows, flat % rows], kv_format, q.shape[2], v_head_dim)
+
+    return _attend_columns(
+        q,
+        lambda part: valid[part],
+        index.shape[1],
+        fetch,
+        cache.shape[2],
+        q.shape[2] if v_head_dim is None else v_head_dim,
+        sinks,
+        scale,
+        softcap,
+        compute_dtype,
+    )
+
+
+def gather(
+    cache: Tensor,
+    state_ids: Tensor,
+    q_starts: Tensor,
+    valid_start: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    window: int,
+    kv_format: str,
+    head_dim: int,
+    v_head_dim: int | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Workspace of a prefill: W history rows per sequence, positions q_start - W up, zeros below valid_start; then k, v.
+
+    Returns K [B * W + T, H_kv, D] and V [B * W + T, H_kv, Dv] in `dtype`, one tensor when K = V.
+    """
+    position = q_starts[:, None] - window + torch.arange(window, device=cache.device)
+    start = torch.zeros_like(q_starts) if valid_start is None else valid_start.clamp(min=0).to(q_starts.dtype)
+    live = (state_ids >= 0) & (state_ids < cache.shape[0]) & (start <= q_starts)
+    present = live[:, None] & (position >= start[:, None])
+    slot = torch.where(present, state_ids[:, None].long(), 0)
+    records = cache[slot, torch.where(present, position % cache.shape[1], 0)]
+    old_k, old_v = decode_record(records, kv_format, head_dim, v_head_dim)
+
+    def section(old: Tensor, new: Tensor | None) -> Tensor:
+        rows = torch.where(present[..., None, None], old.to(dtype), 0).flatten(0, 1)
+        return rows if new is None else torch.cat([rows, new.to(dtype)])
+
+    out = section(old_k, k)
+    return out, out if v_head_dim is None else section(old_v, v)
 
 
 def attend(

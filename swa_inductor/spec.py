@@ -130,3 +130,47 @@ class RingSpec:
     def flat_row(self, slot: int, position: int) -> int:
         """Flat row id of a record: `slot * R + position % R`. Not a byte offset: caches are strided views."""
         return slot * self.rows + position % self.rows
+
+
+@dataclass(frozen=True)
+class RawRingSpec:
+    """Geometry of a ring of raw values: the state of a layer that compresses `ratio` tokens into one.
+
+    Args:
+        ratio: entries that a compression reads.
+        tokens_per_step: query tokens of one sequence in a decode step, drafts included (D).
+        width: values of an entry.
+        dtype: 'fp32', 'fp16' or 'bf16'; entries are stored as they are.
+        entries: entries of the ring; default and minimum ratio + D - 1.
+
+    Raises:
+        InvalidArgumentError: naming the argument, what came and what is allowed.
+    """
+
+    ratio: int
+    tokens_per_step: int
+    width: int
+    dtype: str = "fp32"
+    entries: int | None = None
+
+    def __post_init__(self) -> None:
+        raw = [name for name in VALUE_BYTES if name != "mxfp8"]
+        require(self.dtype in raw, "dtype", repr(self.dtype), "one of " + ", ".join(map(repr, raw)))
+        for name in ("ratio", "tokens_per_step", "width"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 1, name, value, "an integer of at least 1")
+        if self.entries is None:
+            object.__setattr__(self, "entries", self.ratio + self.tokens_per_step - 1)
+        self.ring  # noqa: B018  refuses a ring that is too small
+
+    @property
+    def ring(self) -> RingSpec:
+        """The same ring as a RingSpec: a window of `ratio` records, each of them one entry."""
+        return RingSpec(
+            self.ratio,
+            self.tokens_per_step,
+            self.width,
+            shared_kv=True,
+            kv_format=self.dtype,
+            ring_rows=self.entries,
+        )

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import swa_inductor as swa
+from swa_inductor import reference
+from swa_inductor.testing import GeneratedCode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -97,6 +99,113 @@ def decode_inputs(case: Case, seed: int = 0) -> dict[str, Tensor | None]:
     }
 
 
+def prefill_inputs(case: Case, seed: int = 0, q_lens: tuple[int, ...] = (1, 7, 0, 40, 3)) -> dict[str, Tensor | None]:
+    """A mixed batch: decode and prefill tokens, an empty sequence, history or none, wrapped or not, padding at the end.
+
+    k and v are as read back from a record. Per token: state_ids, positions, q_starts, valid_start; per sequence: slots,
+    starts, q_lens, lower (first valid position).
+    """
+    starts, slots = [300, 0, 5, case.spec.rows + 3, 2][: len(q_lens)], [0, 1, -1, 3, 2][: len(q_lens)]
+    lens = torch.tensor([*q_lens, 2])
+    per_token = torch.tensor([*starts, 0]).repeat_interleave(lens)
+    first = torch.tensor([*q_lens, 2]).cumsum(0) - lens
+    positions = per_token + torch.arange(int(lens.sum())) - first.repeat_interleave(lens)
+    state_ids = torch.tensor([*slots, -1], dtype=torch.int32).repeat_interleave(lens)
+    lower = (torch.tensor(starts) - case.spec.window // 3).clamp(min=0).int()
+    k, v, q = vectors(case, len(positions), seed)
+    g = torch.Generator().manual_seed(seed + 99)
+    return {
+        "q": q,
+        "k": reference.round_trip(k, case.spec.kv_format, 1e-4),
+        "v": None if v is None else reference.round_trip(v, case.spec.kv_format, 1e-4),
+        "cache": filled_cache(case),
+        "state_ids": state_ids,
+        "positions": torch.where(state_ids >= 0, positions, -1),
+        "q_starts": per_token,
+        "valid_start": torch.cat([lower, lower.new_zeros(1)]).repeat_interleave(lens) if case.valid_start else None,
+        "sinks": torch.randn(case.heads, generator=g) if case.sinks else None,
+        "slots": torch.tensor(slots, dtype=torch.int32),
+        "starts": torch.tensor(starts),
+        "q_lens": torch.tensor(q_lens),
+        "lower": lower if case.valid_start else None,
+    }
+
+
+def prefill_op(case: Case):  # noqa: ANN201
+    def fn(q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks):  # noqa: ANN001, ANN202
+        return swa.attention_prefill(
+            q,
+            k,
+            v,
+            cache,
+            state_ids,
+            positions,
+            q_starts,
+            spec=case.spec,
+            valid_start=valid_start,
+            sinks=sinks,
+            softcap=case.softcap,
+            return_lse=True,
+        )
+
+    return fn
+
+
+def gather_op(case: Case):  # noqa: ANN201
+    def fn(cache, slots, starts, lower, k, v):  # noqa: ANN001, ANN202
+        return swa.gather(cache, slots, starts, spec=case.spec, dtype=case.dtype, valid_start=lower, k=k, v=v)
+
+    return fn
+
+
+def workspace_op(case: Case):  # noqa: ANN201
+    def fn(q, k, v, pivots, sinks):  # noqa: ANN001, ANN202
+        return swa.attention_workspace(
+            q, k, v, pivots, window=case.spec.window, sinks=sinks, softcap=case.softcap, return_lse=True
+        )
+
+    return fn
+
+
+def index_op(case: Case):  # noqa: ANN201
+    def fn(q, cache, index, sinks):  # noqa: ANN001, ANN202
+        return swa.attention_index(
+            q,
+            cache,
+            index,
+            kv_format=case.spec.kv_format,
+            v_head_dim=case.spec.v_head_dim,
+            sinks=sinks,
+            softcap=case.softcap,
+            return_lse=True,
+        )
+
+    return fn
+
+
+def cast_back_op(case: Case):  # noqa: ANN201
+    def fn(k, v, cache, state_ids, positions):  # noqa: ANN001, ANN202
+        return swa.store_cast_back(k, v, cache, state_ids, positions, spec=case.spec)
+
+    return fn
+
+
+def plain_pivots(case: Case, x: dict) -> Tensor:
+    """Pivots of `prefill_inputs`, token by token; padding tokens see nothing."""
+    w, rows = case.spec.window, []
+    base = len(x["slots"]) * w
+    first = 0
+    for b, (start, n) in enumerate(zip(x["starts"].tolist(), x["q_lens"].tolist(), strict=True)):
+        for j in range(n):
+            lo = max(start + j - w + 1, 0 if x["lower"] is None else int(x["lower"][b]), 0)
+            skip = min(lo, start) - (start - w)
+            k_lo = max(0, lo - start)
+            live = x["slots"][b] >= 0
+            rows.append((b * w + skip, w - skip, base + first + k_lo, j - k_lo + 1) if live else (0, 0, 0, 0))
+        first += n
+    return torch.tensor(rows + [(0, 0, 0, 0)] * (len(x["positions"]) - first), dtype=torch.int32)
+
+
 def store_op(case: Case):  # noqa: ANN201  a closure over the geometry
     def fn(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor) -> None:
         swa.store(k, v, cache, state_ids, positions, spec=case.spec)
@@ -124,5 +233,44 @@ def attention_op(case: Case, return_lse: bool = True, tokens_per_step: int | Non
     return fn
 
 
+def inlined_calls(case: Case, x: dict[str, Tensor | None]) -> dict[str, tuple]:
+    """Calls of the ops without a template, on the rows of `decode_inputs`: a sequence per row, at most a token each."""
+    spec, ids, at = case.spec, x["state_ids"], x["positions"].clamp(min=0)
+    raw = swa.RawRingSpec(4, spec.tokens_per_step, 16, "bf16" if case.dtype == BF16 else "fp32")
+    rows = torch.arange(len(ids))
+    lens = (rows % 2).int()
+    len1 = rows % (spec.window + 1)
+    ring = torch.randint(0, 120, raw.ring.cache_shape(case.slots), generator=torch.Generator().manual_seed(7))
+    geometry = {"spec": spec, "num_slots": case.slots}
+
+    def decode_index(ids: Tensor, at: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        return swa.decode_index(ids, at, valid_start=start, **geometry)
+
+    def prefill_plan(ids: Tensor, q: Tensor, k: Tensor, start: Tensor | None, tokens: Tensor) -> tuple[Tensor, ...]:
+        return swa.prefill_plan(ids, q, k, valid_start=start, num_tokens=len(tokens), **geometry)
+
+    return {
+        "decode_index": (decode_index, [ids, at, x["valid_start"]]),
+        "prefill_plan": (prefill_plan, [ids, lens, at.int() + lens, x["valid_start"], rows.float()]),
+        "prefill_index": (
+            lambda pivots: swa.prefill_index(pivots, spec=spec),
+            [torch.stack([rows, len1, rows + 9, spec.window - len1], 1).int()],
+        ),
+        "ring_read_raw": (
+            lambda ring, *rest: swa.ring_read_raw(ring, *rest[:2], spec=raw, valid_start=rest[2]),
+            [ring.to(torch.uint8), ids, at, x["valid_start"]],
+        ),
+    }
+
+
+def template_launches(code: GeneratedCode) -> list[str]:
+    """Launches of our kernels; beside them a graph may fill one buffer of counters with zeros."""
+    ours = [name for name in code.launches if name.startswith("triton_tem")]
+    assert len(code.launches) - len(ours) <= 1
+    return ours
+
+
+PREFILL_ARGS = ("q", "k", "v", "cache", "state_ids", "positions", "q_starts", "valid_start", "sinks")
+GATHER_ARGS = ("cache", "slots", "starts", "lower", "k", "v")
 STORE_ARGS = ("k", "v", "cache", "state_ids", "positions")
 ATTENTION_ARGS = ("q", "cache", "state_ids", "positions", "valid_start", "sinks")

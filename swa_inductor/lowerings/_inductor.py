@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.ir import ir_node_to_tensor
@@ -28,12 +28,15 @@ from swa_inductor.errors import UnsupportedError
 
 __all__ = [
     "SymbolicGridFn",
+    "arange",
+    "counters",
     "cudagraph_recordings",
     "empty_buffer",
     "fixed_layout",
     "index_put",
     "inline",
     "int_of",
+    "known_int",
     "known_zero",
     "lower",
     "render_template",
@@ -138,13 +141,38 @@ def int_of(size: Any) -> int:
     return V.graph.sizevars.guard_int(size)
 
 
+def known_int(size: Any) -> int | None:
+    """A size if it is known at compile time, without guarding on it."""
+    return int(size) if getattr(size, "is_number", isinstance(size, int)) else None
+
+
+def counters(device: torch.device, count: int) -> Any:
+    """int32 zeros [count] that all kernels of a graph share: each kernel leaves them as zeros again."""
+    shared = V.graph.__dict__.setdefault("_swa_counters", {})
+    if device not in shared:
+        shared[device] = lowerings[torch.ops.aten.full.default]([count], 0, dtype=torch.int32, device=device)
+        shared[device].realize()
+    return shared[device]
+
+
 def known_zero(size: Any) -> bool:
     """Whether a size is 0 for certain; adds no guard."""
     return V.graph.sizevars.statically_known_equals(size, 0)
 
 
-def inline(fn: Callable[..., Any], *nodes: Any) -> Any:
-    """Trace a torch function over IR nodes (None allowed) and lower what it does, in place of the op."""
+_RECOMPUTE = {
+    "realize_opcount_threshold": 10**6,
+    "realize_reads_threshold": 10**6,
+    "unroll_reductions_threshold": 1,  # an unrolled sum is pointwise too: recomputed in each of its readers' readers
+}
+
+
+def inline(fn: Callable[..., Any], *nodes: Any, recompute: bool = False) -> Any:
+    """Trace a torch function over IR nodes (None allowed) and lower what it does, in place of the op.
+
+    With `recompute` no pointwise intermediate is kept, however long and however often it is read: right for integer
+    arithmetic on small tensors, where a launch costs more than to compute a value again. Sums are kept.
+    """
     present = [n for n in nodes if n is not None]
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -154,7 +182,15 @@ def inline(fn: Callable[..., Any], *nodes: Any) -> Any:
     with V.fake_mode:
         fakes = [ir_node_to_tensor(n) for n in present]
         graph = make_fx(call, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
-    return inline_subgraph_to_ir_nodes(graph, present, "swa_inline")
+    with config.patch(_RECOMPUTE if recompute else {}):
+        return inline_subgraph_to_ir_nodes(graph, present, "swa_inline")
+
+
+def arange(length: Any, device: torch.device) -> Any:
+    """0, 1, .. as int64, for `inline`: it carries a size that no other argument has."""
+    return lowerings[torch.ops.prims.iota.default](
+        length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+    )
 
 
 def index_put(target: Any, indices: Sequence[Any], values: Any) -> None:

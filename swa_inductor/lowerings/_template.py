@@ -7,17 +7,28 @@ from importlib.resources import files
 
 import torch
 
+from swa_inductor.spec import MXFP8_BLOCK
+
+STORED_TYPES = {"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
+"""Triton type of a stored value, by record format."""
+
 _TAG_FILES = ("lowerings", "templates", "meta")
+_TAG_MODULES = ("reference.py", "reference_inline.py", "spec.py")
 
 
 def source(op: str) -> str:
-    """Source of an op's template: the shared macros, then the kernel."""
+    """Source of an op's template: the shared macros (they print nothing until called), then the kernel."""
     folder = files("swa_inductor") / "templates"
-    return (folder / "_macros.py.jinja").read_text() + (folder / f"{op}.py.jinja").read_text()
+    return "".join((folder / f"{part}.py.jinja").read_text() for part in ("_records", "_attend", "_store", op))
 
 
 def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def vector_block(dim: int) -> int:
+    """Tile width of a vector of `dim` values: a power of two that holds whole mxfp8 blocks."""
+    return max(MXFP8_BLOCK, next_power_of_2(dim))
 
 
 def tag_compile_caches() -> None:
@@ -28,7 +39,7 @@ def tag_compile_caches() -> None:
     """
     digest = hashlib.sha256()
     root = files("swa_inductor")
-    parts = [p for name in _TAG_FILES for p in (root / name).iterdir()] + [root / "reference.py", root / "spec.py"]
+    parts = [p for name in _TAG_FILES for p in (root / name).iterdir()] + [root / n for n in _TAG_MODULES]
     for part in sorted(parts, key=str):
         if part.name.endswith((".py", ".jinja")):
             digest.update(part.name.encode() + part.read_bytes())

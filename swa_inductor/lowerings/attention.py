@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from swa_inductor.lowerings import _inductor
-from swa_inductor.lowerings._template import next_power_of_2, source
-from swa_inductor.spec import MXFP8_BLOCK, vector_bytes
-
-DOT_TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
-
-
-def config(rows: int, k_block: int, v_block: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes for `rows` = D * G query rows, chosen so that no kernel spills (ptxas, sm_80, sm_90, sm_100)."""
-    widest = max(k_block, v_block)
-    if dtype == torch.float32:
-        # No tensor cores at full precision: small tiles keep operands and accumulator in registers.
-        block_m, block_n, num_warps, num_stages = 16, 16 if widest > 128 else 32, 8 if widest > 128 else 4, 1
-    else:
-        block_m = min(max(16, next_power_of_2(rows)), 64)  # a tensor-core tile has at least 16 rows
-        if widest > 256:
-            block_m, block_n, num_warps, num_stages = min(block_m, 32), 16, 8, 1
-        elif widest > 128:
-            block_n, num_warps, num_stages = (32, 8, 1) if block_m == 64 else (32, 4, 2)
-        else:
-            block_n, num_warps, num_stages = 64, 4, 2
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+from swa_inductor.lowerings import _attend, _inductor
+from swa_inductor.lowerings._template import source, vector_block
 
 
 def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
-    return (cdiv(tokens, meta["D"]) * meta["ROW_BLOCKS"], kv_heads, 1)
+    return (cdiv(tokens, meta["D"]) * meta["ROW_BLOCKS"], kv_heads, meta["SPLITS"])
+
+
+def splits(programs: int | None, keys: int, block_n: int, processors: int) -> int:
+    """Programs that share the keys of the same rows, so that a small batch fills the GPU; a share has two tiles or more.
+
+    One program reads about 100 GB/s, a window of 512 keys of 1 KB takes it 10 us (H200, 2026-11). `programs`: those of an
+    unsplit launch, None where the number of tokens is not known at compile time.
+    """
+    return 1 if programs is None else max(1, min(processors // max(programs, 1), keys // (2 * block_n)))
 
 
 TEMPLATE = _inductor.triton_template("attention", grid, source("attention"))
@@ -54,49 +42,40 @@ def lower_cuda(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
-    tokens, heads, head_dim = q.get_size()
-    dim, kv_heads = _inductor.int_of(head_dim), _inductor.int_of(cache.get_size()[2])
-    groups = _inductor.int_of(heads) // kv_heads
-    out_dim = dim if v_head_dim is None else v_head_dim
-    k_block, v_block = max(MXFP8_BLOCK, next_power_of_2(dim)), max(MXFP8_BLOCK, next_power_of_2(out_dim))
-    device, dtype = q.get_device(), q.get_dtype()
-    options = config(tokens_per_step * groups, k_block, v_block, dtype)
-    # An op has two outputs, a template one: the lse is a buffer that the kernel writes as a mutated input.
-    lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
-    inputs = [x for x in (q, cache, state_ids, positions, valid_start, sinks) if x is not None]
-    if return_lse:
-        inputs.append(lse)
-    out = _inductor.render_template(
+    dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
+    groups = _inductor.int_of(q.get_size()[1]) // kv_heads
+    options = _attend.config(tokens_per_step * groups, vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
+    row_blocks = -(-tokens_per_step * groups // options["BLOCK_M"])
+    tokens = _inductor.known_int(q.get_size()[0])
+    programs = None if tokens is None else tokens // tokens_per_step * row_blocks * kv_heads
+    processors = torch.cuda.get_device_properties(q.get_device()).multi_processor_count
+    shares = splits(programs, window + tokens_per_step - 1, options["BLOCK_N"], processors)
+    scratch: list[Any] = []
+    if shares > 1:
+        part = options["BLOCK_M"] * (vector_block(dim if v_head_dim is None else v_head_dim) + 2)
+        scratch = [
+            _inductor.empty_buffer([programs, shares, part], torch.float32, q.get_device()),
+            _inductor.counters(q.get_device(), processors),
+        ]
+    return _attend.launch(
         TEMPLATE,
-        inputs,
-        _inductor.fixed_layout(device, dtype, [tokens, heads, out_dim]),
-        mutated=[len(inputs) - 1] if return_lse else [],
-        producers=[0],
-        call_sizes=[tokens, kv_heads],
-        **options,
+        [x for x in (q, cache, state_ids, positions, valid_start) if x is not None],
+        sinks,
+        dims=(dim, v_head_dim),
+        kv_heads=kv_heads,
+        kv_format=kv_format,
+        scale=scale,
+        softcap=softcap,
+        return_lse=return_lse,
+        options=options,
         D=tokens_per_step,
         G=groups,
-        ROW_BLOCKS=-(-tokens_per_step * groups // options["BLOCK_M"]),
+        scratch=scratch,
+        SPLITS=shares,
+        ROW_BLOCKS=row_blocks,
         WINDOW=window,
-        SCALE=float(scale),
-        SOFTCAP=float(softcap or 0.0),
-        LOG2E=math.log2(math.e),
-        SHARED_KV=v_head_dim is None,
         HAS_VALID_START=valid_start is not None,
-        HAS_SINKS=sinks is not None,
-        HAS_LSE=return_lse,
-        MXFP8=kv_format == "mxfp8",
-        STORED_TYPE={"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}[kv_format],
-        DOT_TYPE=DOT_TYPES[dtype],
-        IEEE=dtype == torch.float32,
-        K_DIM=dim,
-        V_DIM=out_dim,
-        OUT_DIM=out_dim,
-        K_BLOCK=k_block,
-        V_BLOCK=v_block,
-        V_OFFSET=vector_bytes(kv_format, dim),
     )
-    return out, lse
 
 
 _inductor.lower(torch.ops.swa_inductor.attention.default, cuda=lower_cuda, cpu=None)

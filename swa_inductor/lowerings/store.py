@@ -9,8 +9,8 @@ import torch
 
 from swa_inductor import reference
 from swa_inductor.lowerings import _inductor
-from swa_inductor.lowerings._template import next_power_of_2, source
-from swa_inductor.spec import MXFP8_BLOCK, vector_bytes
+from swa_inductor.lowerings._template import STORED_TYPES, next_power_of_2, source, vector_block
+from swa_inductor.spec import vector_bytes
 
 
 def config(head_dim: int) -> dict[str, int]:
@@ -25,9 +25,27 @@ def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tupl
 TEMPLATE = _inductor.triton_template("store", grid, source("store"))
 
 
-def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
-    tokens, kv_heads, head_dim = k.get_size()
-    dim, v_dim = _inductor.int_of(head_dim), 0 if v is None else _inductor.int_of(v.get_size()[2])
+def constants(k: Any, v: Any, kv_format: str, min_amax: float) -> dict[str, Any]:
+    """Constants of the template for K and V of these shapes."""
+    dim, v_dim = _inductor.int_of(k.get_size()[2]), 0 if v is None else _inductor.int_of(v.get_size()[2])
+    return {
+        **config(max(dim, v_dim)),
+        "SHARED_KV": v is None,
+        "MXFP8": kv_format == "mxfp8",
+        "STORED_TYPE": STORED_TYPES[kv_format],
+        "K_DIM": dim,
+        "V_DIM": v_dim,
+        "K_BLOCK": vector_block(dim),
+        "V_BLOCK": vector_block(v_dim),
+        "V_OFFSET": vector_bytes(kv_format, dim),
+        "MIN_AMAX_BITS": reference.float_bits(min_amax),
+    }
+
+
+def lower_cuda(
+    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
+) -> None:
+    tokens, kv_heads, _ = k.get_size()
     vectors = [k] if v is None else [k, v]
     # The kernel writes the cache as a mutated input; a template must have an output, here `done` [T * H_kv].
     _inductor.render_template(
@@ -37,20 +55,13 @@ def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv
         mutated=[len(vectors)],
         producers=range(len(vectors)),
         call_sizes=[tokens, kv_heads],
-        **config(max(dim, v_dim)),
-        SHARED_KV=v is None,
-        MXFP8=kv_format == "mxfp8",
-        STORED_TYPE={"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}[kv_format],
-        K_DIM=dim,
-        V_DIM=v_dim,
-        K_BLOCK=max(MXFP8_BLOCK, next_power_of_2(dim)),
-        V_BLOCK=max(MXFP8_BLOCK, next_power_of_2(v_dim)) if v_dim else 0,
-        V_OFFSET=vector_bytes(kv_format, dim),
-        MIN_AMAX_BITS=reference.float_bits(min_amax),
+        **constants(k, v, kv_format, min_amax),
     )
 
 
-def lower_cpu(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
+def lower_cpu(
+    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
+) -> None:
     if _inductor.known_zero(k.get_size()[0]):
         return
     plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)

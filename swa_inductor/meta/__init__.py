@@ -4,6 +4,30 @@ Importing this package registers the ops under `torch.ops.swa_inductor`. The sam
 the eager implementation, `define`.
 """
 
-from swa_inductor.meta import attention, store
+from swa_inductor.meta import (
+    attention,
+    attention_index,
+    attention_prefill,
+    attention_workspace,
+    decode_index,
+    gather,
+    prefill_index,
+    prefill_plan,
+    ring_read_raw,
+    store,
+    store_cast_back,
+)
 
-__all__ = ["attention", "store"]
+__all__ = [
+    "attention",
+    "attention_index",
+    "attention_prefill",
+    "attention_workspace",
+    "decode_index",
+    "gather",
+    "prefill_index",
+    "prefill_plan",
+    "ring_read_raw",
+    "store",
+    "store_cast_back",
+]

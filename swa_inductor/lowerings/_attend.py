@@ -1,0 +1,94 @@
+"""What the attention lowerings share: launch configurations, the constants of the templates, the two outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swa_inductor.lowerings import _inductor
+from swa_inductor.lowerings._template import STORED_TYPES, next_power_of_2, vector_block
+from swa_inductor.spec import vector_bytes
+
+DOT_TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
+
+
+def config(rows: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes for `rows` query rows and vectors of `widest` values; no kernel spills (ptxas, sm_80, sm_90, sm_100)."""
+    if dtype == torch.float32:
+        # No tensor cores at full precision: small tiles keep operands and accumulator in registers.
+        block_m, block_n, num_warps, num_stages = 16, 16 if widest > 128 else 32, 8 if widest > 128 else 4, 1
+    else:
+        block_m = min(max(16, next_power_of_2(rows)), 64)  # a tensor-core tile has at least 16 rows
+        if widest > 256:
+            block_m, block_n, num_warps, num_stages = min(block_m, 32), 16, 8, 1
+        elif widest > 128:
+            block_n, num_warps, num_stages = (32, 8, 1) if block_m == 64 else (32, 4, 2)
+        else:
+            block_n, num_warps, num_stages = 64, 4, 2
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def token_tiles(groups: int, block_m: int) -> dict[str, int]:
+    """A tile of `block_m` rows as BLOCK_T tokens times HEADS of the `groups` query heads of a KV head."""
+    heads = min(next_power_of_2(groups), block_m)
+    return {"HEADS": heads, "BLOCK_T": block_m // heads, "HEAD_BLOCKS": -(-groups // heads), "G": groups}
+
+
+def launch(
+    template: Any,
+    inputs: Sequence[Any],
+    sinks: Any,
+    *,
+    dims: tuple[int, int | None],
+    kv_heads: int,
+    kv_format: str | None,
+    scale: float,
+    softcap: float | None,
+    return_lse: bool,
+    options: dict[str, int],
+    scratch: Sequence[Any] = (),
+    **constants: Any,
+) -> tuple[Any, Any]:
+    """Launch an attention template; `inputs` starts with q, `dims` are those of K and of V (None when K = V).
+
+    `scratch`: buffers that the kernel uses for itself, last among its arguments.
+    """
+    q = inputs[0]
+    tokens, heads, _ = q.get_size()
+    dim, v_head_dim = dims
+    v_dim = dim if v_head_dim is None else v_head_dim
+    device, dtype = q.get_device(), q.get_dtype()
+    # An op has two outputs, a template one: the lse is a buffer that the kernel writes as a mutated input.
+    lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
+    read = [*inputs, *([] if sinks is None else [sinks])]
+    nodes = [*read, *([lse] if return_lse else []), *scratch]
+    out = _inductor.render_template(
+        template,
+        nodes,
+        _inductor.fixed_layout(device, dtype, [tokens, heads, v_dim]),
+        mutated=range(len(read), len(nodes)),
+        producers=[0],
+        call_sizes=[tokens, kv_heads],
+        **options,
+        **constants,
+        SCALE=float(scale),
+        SOFTCAP=float(softcap or 0.0),
+        LOG2E=math.log2(math.e),
+        SHARED_KV=v_head_dim is None,
+        HAS_SINKS=sinks is not None,
+        HAS_LSE=return_lse,
+        MXFP8=kv_format == "mxfp8",
+        STORED_TYPE=STORED_TYPES[kv_format] if kv_format else "None",
+        DOT_TYPE=DOT_TYPES[dtype],
+        IEEE=dtype == torch.float32,
+        K_DIM=dim,
+        V_DIM=v_dim,
+        K_BLOCK=vector_block(dim),
+        V_BLOCK=vector_block(v_dim),
+        V_OFFSET=vector_bytes(kv_format, dim) if kv_format else 0,
+    )
+    return out, lse
+

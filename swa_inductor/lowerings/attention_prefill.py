@@ -1,0 +1,58 @@
+"""Lowerings of swa_inductor::attention_prefill: one Triton kernel on CUDA; on the CPU a call of the eager code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from swa_inductor.lowerings import _attend, _inductor
+from swa_inductor.lowerings._template import source, vector_block
+
+
+def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+    return (cdiv(tokens, meta["BLOCK_T"]), kv_heads * meta["HEAD_BLOCKS"], 1)
+
+
+TEMPLATE = _inductor.triton_template("attention_prefill", grid, source("attention_prefill"))
+
+
+def lower_cuda(
+    q: Any,
+    k: Any,
+    v: Any,
+    cache: Any,
+    state_ids: Any,
+    positions: Any,
+    q_starts: Any,
+    valid_start: Any = None,
+    sinks: Any = None,
+    *,
+    window: int,
+    scale: float,
+    kv_format: str,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> tuple[Any, Any]:
+    dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
+    v_head_dim = None if v is None else _inductor.int_of(v.get_size()[2])
+    groups = _inductor.int_of(q.get_size()[1]) // kv_heads
+    options = _attend.config(64, vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
+    return _attend.launch(
+        TEMPLATE,
+        [x for x in (q, k, v, cache, state_ids, positions, q_starts, valid_start) if x is not None],
+        sinks,
+        dims=(dim, v_head_dim),
+        kv_heads=kv_heads,
+        kv_format=kv_format,
+        scale=scale,
+        softcap=softcap,
+        return_lse=return_lse,
+        options=options,
+        **_attend.token_tiles(groups, options["BLOCK_M"]),
+        WINDOW=window,
+        HAS_VALID_START=valid_start is not None,
+    )
+
+
+_inductor.lower(torch.ops.swa_inductor.attention_prefill.default, cuda=lower_cuda, cpu=None)

@@ -1,0 +1,264 @@
+"""Metadata of a step as one argument of a compiled model, built on the host or by the ops.
+
+`build` is the host's own computation, in plain Python over lists: the twin that the ops `decode_index` and
+`prefill_plan` equal bit by bit. `from_device` calls the op, for lengths that only the device knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from swa_inductor import api_metadata
+from swa_inductor.checks import check_row_ids, check_sequences
+from swa_inductor.errors import require
+from swa_inductor.spec import RingSpec
+
+
+def _require_lengths(reference: str, length: int, **lists: Sequence[int] | None) -> None:
+    for name, values in lists.items():
+        if values is not None:
+            require(len(values) == length, f"{name} length", len(values), f"{length}, that of {reference}")
+
+
+def _host_rows(num_tokens: int | None, given: int) -> int:
+    """T, after padding `given` tokens to `num_tokens`."""
+    if num_tokens is None:
+        return given
+    require(num_tokens >= given, "num_tokens", num_tokens, f"None or at least the {given} tokens of the step")
+    return num_tokens
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """Metadata of a decode step; T rows, a padded one has state id -1.
+
+    Attributes:
+        state_ids: int32 [T], slot of each token.
+        positions: int64 [T].
+        valid_start: int32 [T], first position that may be read, at least 0.
+        offset_len: int32 [T, 2], see `decode_index`.
+        index: int32 [T, width], see `decode_index`.
+    """
+
+    state_ids: Tensor
+    positions: Tensor
+    valid_start: Tensor
+    offset_len: Tensor
+    index: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        spec: RingSpec,
+        *,
+        num_slots: int,
+        state_ids: Sequence[int],
+        positions: Sequence[int],
+        valid_start: Sequence[int] | None = None,
+        num_tokens: int | None = None,
+        width: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> DecodeMetadata:
+        """From Python ints, one per token; the D tokens of a sequence stand together.
+
+        Args:
+            spec: geometry of the ring.
+            num_slots: slots of the cache.
+            state_ids: slot of each token; -1 for a padded row, whose other values are ignored.
+            positions: position of each token.
+            valid_start: first position that may be read; negative reads as 0, the default.
+            num_tokens: T; padded rows are added up to it. Default: as many as were given.
+            width: columns of `index`; default W, never less.
+            device: where the tensors go, a copy each: under CUDA graph capture use `from_device`.
+
+        Raises:
+            InvalidArgumentError: lists of different lengths, or a slot, position or valid_start out of range.
+        """
+        given = len(state_ids)
+        _require_lengths("state_ids", given, positions=positions, valid_start=valid_start)
+        check_row_ids(spec.window, spec.rows, num_slots)
+        width = spec.window if width is None else width
+        require(width >= spec.window, "width", width, f"None or at least window={spec.window}")
+        total = _host_rows(num_tokens, given)
+        rows: list[tuple[int, int, int, list[int], list[int]]] = []
+        for t in range(given):
+            slot, p, start = state_ids[t], positions[t], max(valid_start[t], 0) if valid_start is not None else 0
+            require(-1 <= slot < num_slots, f"state_ids[{t}]", slot, f"-1 (padded row) to {num_slots - 1}")
+            if slot < 0:
+                rows.append(_padded_row(width))
+                continue
+            require(p >= 0, f"positions[{t}]", p, "0 and up")
+            require(start <= p, f"valid_start[{t}]", start, f"up to the position, {p}")
+            lo, n = spec.visible(p, start)
+            ids = [spec.flat_row(slot, q) for q in range(lo, p + 1)]
+            rows.append((slot, p, start, [ids[0], n], ids + [-1] * (width - n)))
+        rows += [_padded_row(width)] * (total - given)
+        slots, at, starts, offset_len, index = ([row[i] for row in rows] for i in range(5))
+        return cls(
+            _tensor(slots, torch.int32, device),
+            _tensor(at, torch.int64, device),
+            _tensor(starts, torch.int32, device),
+            _tensor(offset_len, torch.int32, device, 2),
+            _tensor(index, torch.int32, device, width),
+        )
+
+    @classmethod
+    def from_device(
+        cls,
+        spec: RingSpec,
+        *,
+        num_slots: int,
+        state_ids: Tensor,
+        positions: Tensor,
+        valid_start: Tensor | None = None,
+        width: int | None = None,
+    ) -> DecodeMetadata:
+        """From tensors, without a synchronisation (arguments and errors: `decode_index`)."""
+        offset_len, index = api_metadata.decode_index(
+            state_ids, positions, spec=spec, num_slots=num_slots, valid_start=valid_start, width=width
+        )
+        start = torch.zeros_like(state_ids) if valid_start is None else valid_start.clamp(min=0)
+        return cls(state_ids, positions, start, offset_len, index)
+
+
+def _padded_row(width: int) -> tuple[int, int, int, list[int], list[int]]:
+    return -1, 0, 0, [-1, 0], [-1] * width
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """Metadata of a prefill batch of B sequences; T tokens, a padded one has state id -1.
+
+    Attributes:
+        segments: int32 [B, 3, 4], load plan of the history, see `prefill_plan`.
+        pivots: int32 [T, 4], visible workspace rows of each token, see `prefill_plan`.
+        state_ids: int32 [T], slot of each token.
+        positions: int64 [T].
+        valid_start: int32 [T], first position that may be read, at least 0.
+    """
+
+    segments: Tensor
+    pivots: Tensor
+    state_ids: Tensor
+    positions: Tensor
+    valid_start: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        spec: RingSpec,
+        *,
+        num_slots: int,
+        state_ids: Sequence[int],
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        valid_start: Sequence[int] | None = None,
+        num_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PrefillMetadata:
+        """From Python ints, one per sequence.
+
+        Args:
+            spec: geometry of the ring.
+            num_slots: slots of the cache.
+            state_ids: slot of each sequence; -1 for a padded one, of which only q_len counts.
+            q_lens: new tokens of each sequence.
+            k_lens: tokens after this step, the new ones included.
+            valid_start: first position that may be read; negative reads as 0, the default.
+            num_tokens: T; padded tokens are added up to it. Default: the sum of q_lens.
+            device: where the tensors go, a copy each: under CUDA graph capture use `from_device`.
+
+        Raises:
+            InvalidArgumentError: lists of different lengths, a slot out of range, a negative length, k_len < q_len,
+                valid_start > q_start, or fewer tokens than the sum of q_lens.
+        """
+        batch, w = len(state_ids), spec.window
+        _require_lengths("state_ids", batch, q_lens=q_lens, k_lens=k_lens, valid_start=valid_start)
+        check_row_ids(w, spec.rows, num_slots)
+        given = sum(q_lens)
+        check_sequences(num_slots, given, state_ids, q_lens, k_lens, valid_start)
+        total = _host_rows(num_tokens, given)
+        segments: list[list[list[int]]] = []
+        tokens: list[tuple[list[int], int, int, int]] = []
+        for i, slot in enumerate(state_ids):
+            start = max(valid_start[i], 0) if valid_start is not None else 0
+            if slot < 0:
+                segments.append([[-1, 0, i * w, w], _UNUSED, _UNUSED])
+                tokens += [_PADDED_TOKEN] * q_lens[i]
+                continue
+            q_start = k_lens[i] - q_lens[i]
+            segments.append(_segments_of(spec, slot, q_start, start, i * w))
+            sec2 = batch * w + len(tokens)
+            for j in range(q_lens[i]):
+                p = q_start + j
+                lo, n = spec.visible(p, start)
+                old = max(q_start - lo, 0)  # visible keys that are history: the last of the W rows of section 1
+                pivot = [(i + 1) * w - old, old, sec2 + j + 1 - (n - old), n - old]
+                tokens.append((pivot, slot, p, start))
+        tokens += [_PADDED_TOKEN] * (total - given)
+        pivots, slots, at, starts = ([token[i] for token in tokens] for i in range(4))
+        return cls(
+            _tensor(segments, torch.int32, device, 3, 4),
+            _tensor(pivots, torch.int32, device, 4),
+            _tensor(slots, torch.int32, device),
+            _tensor(at, torch.int64, device),
+            _tensor(starts, torch.int32, device),
+        )
+
+    @classmethod
+    def from_device(
+        cls,
+        spec: RingSpec,
+        *,
+        num_slots: int,
+        state_ids: Tensor,
+        q_lens: Tensor,
+        k_lens: Tensor,
+        num_tokens: int,
+        valid_start: Tensor | None = None,
+    ) -> PrefillMetadata:
+        """From tensors, without a synchronisation (arguments and errors: `prefill_plan`)."""
+        return cls(
+            *api_metadata.prefill_plan(
+                state_ids,
+                q_lens,
+                k_lens,
+                spec=spec,
+                num_slots=num_slots,
+                num_tokens=num_tokens,
+                valid_start=valid_start,
+            )
+        )
+
+
+_UNUSED = [-1, 0, 0, 0]
+_PADDED_TOKEN: tuple[list[int], int, int, int] = ([0, 0, 0, 0], -1, 0, 0)
+
+
+def _segments_of(spec: RingSpec, slot: int, q_start: int, start: int, dst: int) -> list[list[int]]:
+    """The W history rows of one sequence, position by position: runs of zero rows and of adjacent ring rows."""
+    out = [_UNUSED, _UNUSED, _UNUSED]
+    for k in range(spec.window):
+        p = q_start - spec.window + k
+        absent = p < start
+        row = 0 if absent else p % spec.rows
+        # The ring's row 0 begins a segment of its own only where rows came before it.
+        part = 0 if absent else 2 if row == 0 and out[1] is not _UNUSED or out[2] is not _UNUSED else 1
+        if out[part] is _UNUSED:
+            out[part] = [-1 if absent else slot, row, dst + k, 0]
+        out[part][3] += 1
+    return out
+
+
+def _tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str, *inner: int) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).reshape(len(values), *inner)
+
+
+for _cls in (DecodeMetadata, PrefillMetadata):
+    pytree.register_dataclass(_cls, field_names=[f.name for f in fields(_cls)])

@@ -1,0 +1,115 @@
+"""swa_inductor::gather: history rows, zero rows, and new tokens behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BY_NAME, CASES, GATHER_ARGS, Case, gather_op, prefill_inputs, template_launches
+from numerics import assert_same
+
+import swa_inductor as swa
+from swa_inductor import reference
+from swa_inductor.testing import generate_code, run_on_cpu
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+def plain(case: Case, x: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rule as a loop."""
+    spec, w = case.spec, case.spec.window
+    ks, vs = [], []
+    for b, (slot, start) in enumerate(zip(x["slots"].tolist(), x["starts"].tolist(), strict=True)):
+        low = 0 if x["lower"] is None else int(x["lower"][b])
+        for p in range(start - w, start):
+            if slot >= 0 and p >= low:
+                k, v = reference.decode_record(
+                    x["cache"][slot, p % spec.rows], spec.kv_format, spec.head_dim, spec.v_head_dim
+                )
+            else:
+                k = torch.zeros(spec.num_kv_heads, spec.head_dim)
+                v = torch.zeros(spec.num_kv_heads, spec.output_head_dim)
+            ks.append(k.to(case.dtype))
+            vs.append(v.to(case.dtype))
+    k = torch.cat([torch.stack(ks), x["k"]])
+    return k, None if x["v"] is None else torch.cat([torch.stack(vs), x["v"]])
+
+
+@every_case
+def test_rows(case: Case) -> None:
+    """Bit-equal to the loop: eager and the generated source, which is one kernel; fresh buffers start as NaN there (B5)."""
+    x = prefill_inputs(case)
+    args = [x[n] for n in GATHER_ARGS]
+    want_k, want_v = plain(case, x)
+    code = generate_code(gather_op(case), *args)
+    assert len(template_launches(code)) == len(code.launches) == 1
+    for k, *v in (gather_op(case)(*args), run_on_cpu(code, args)):
+        assert_same(k, want_k)
+        if want_v is not None:
+            assert_same(v[0], want_v)
+
+
+@pytest.mark.parametrize("name", ["v4", "gpt-oss"])
+def test_compiled_on_the_cpu(name: str) -> None:
+    case = BY_NAME[name]
+    x = prefill_inputs(case)
+    torch._dynamo.reset()
+    args = [x[n] for n in GATHER_ARGS]
+    for value, want in zip(torch.compile(gather_op(case), fullgraph=True)(*args), plain(case, x), strict=True):
+        assert (value is None and want is None) or torch.equal(value, want)
+
+
+@pytest.mark.parametrize("poison", [0x7F, 0xFF])
+def test_only_history_is_read(poison: int) -> None:
+    """A11: a sequence whose ring was never written and valid_start = q_start gets zero rows from a poisoned ring."""
+    case = BY_NAME["v4"]
+    cache = torch.full(case.spec.cache_shape(1), poison, dtype=torch.uint8)
+    slot, start = torch.zeros(1, dtype=torch.int32), torch.tensor([2048])
+    args = (cache, slot, start, start.int(), None, None)
+    for k, *_ in (gather_op(case)(*args), run_on_cpu(generate_code(gather_op(case), *args), args)):
+        assert k.shape == (128, 1, 512) and not k.any()
+
+
+def test_gathering_first_is_independent_of_the_new_tokens() -> None:
+    """A4: the gathered section is byte-identical for every number of new tokens, as it is read before they are stored."""
+    case = BY_NAME["v4"]
+    spec = case.spec
+    x = prefill_inputs(case)
+    cache = x["cache"]
+    slot, start = torch.zeros(1, dtype=torch.int32), torch.tensor([2048])
+    want, _ = swa.gather(cache, slot, start, spec=spec, dtype=torch.bfloat16)
+    for n in (1, 7, 8, 300):
+        work = cache.clone()
+        got, _ = swa.gather(work, slot, start, spec=spec, dtype=torch.bfloat16)
+        new = torch.randn(n, 1, 512).bfloat16()
+        swa.store(new, None, work, slot.expand(n).contiguous(), torch.arange(2048, 2048 + n), spec=spec)
+        assert_same(got, want)
+        late, _ = swa.gather(work, slot, start, spec=spec, dtype=torch.bfloat16)
+        assert torch.equal(late, want) == (n < 7)  # the 7th new token takes the row of position 1920
+
+
+def test_consumers_fuse_behind_gather() -> None:
+    case = BY_NAME["v4"]
+    x = prefill_inputs(case)
+    args = [x[n] for n in GATHER_ARGS]
+
+    def fn(*args: torch.Tensor) -> torch.Tensor:
+        return gather_op(case)(*args)[0].float() * 3
+
+    code = generate_code(fn, *args)
+    assert len(code.launches) == 1
+    assert_same(run_on_cpu(code, args)[0], fn(*args))
+
+
+def test_wrong_arguments() -> None:
+    case = BY_NAME["gpt-oss"]
+    x = prefill_inputs(case)
+    args = {n: x[n] for n in GATHER_ARGS}
+    for change, message in (
+        ({"v": None}, "v: got None; allowed: as k"),
+        ({"starts": x["starts"].int()}, "q_starts dtype: got torch.int32"),
+        ({"slots": x["slots"][1:]}, "q_starts shape"),
+        ({"k": x["k"].float()}, "k dtype: got torch.float32"),
+    ):
+        with pytest.raises(swa.InvalidArgumentError) as error:
+            gather_op(case)(*{**args, **change}.values())
+        assert message in str(error.value)

@@ -1,0 +1,164 @@
+"""DecodeMetadata and PrefillMetadata: what the host refuses, padding, and metadata as an argument of compiled code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from numerics import assert_same
+from runs import ints
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree as pytree
+
+import swa_inductor as swa
+
+V4 = swa.RingSpec(128, 6, 512, shared_kv=True)
+
+
+def decode(**changes: object) -> swa.DecodeMetadata:
+    return swa.DecodeMetadata.build(V4, **{"num_slots": 4, "state_ids": [3, -1], "positions": [50, 0], **changes})
+
+
+def prefill(**changes: object) -> swa.PrefillMetadata:
+    lists = {"state_ids": [3, 0], "q_lens": [2, 3], "k_lens": [50, 3]}
+    return swa.PrefillMetadata.build(V4, **{"num_slots": 4, **lists, **changes})
+
+
+@pytest.mark.parametrize(
+    ("build", "changes", "message"),
+    [
+        (decode, {"positions": [1]}, "positions length: got 1; allowed: 2, that of state_ids"),
+        (decode, {"valid_start": [0] * 3}, "valid_start length: got 3; allowed: 2, that of state_ids"),
+        (decode, {"state_ids": [4, 0]}, "state_ids[0]: got 4; allowed: -1 (padded row) to 3"),
+        (decode, {"state_ids": [0, -2]}, "state_ids[1]: got -2; allowed: -1 (padded row) to 3"),
+        (decode, {"positions": [-1, 0]}, "positions[0]: got -1; allowed: 0 and up"),
+        (decode, {"valid_start": [51, 0]}, "valid_start[0]: got 51; allowed: up to the position, 50"),
+        (decode, {"num_tokens": 1}, "num_tokens: got 1; allowed: None or at least the 2 tokens of the step"),
+        (decode, {"width": 100}, "width: got 100; allowed: None or at least window=128"),
+        (decode, {"num_slots": 2**25}, "num_slots: got 33554432 of R=134"),
+        (prefill, {"q_lens": [2]}, "q_lens length: got 1; allowed: 2, that of state_ids"),
+        (prefill, {"k_lens": [2, 3, 4]}, "k_lens length: got 3; allowed: 2, that of state_ids"),
+        (prefill, {"valid_start": []}, "valid_start length: got 0; allowed: 2, that of state_ids"),
+        (prefill, {"state_ids": [3, 4]}, "state_ids[1]: got 4; allowed: -1 (padded) to 3"),
+        (prefill, {"state_ids": [-2, 0]}, "state_ids[0]: got -2; allowed: -1 (padded) to 3"),
+        (prefill, {"q_lens": [2, -1]}, "q_lens[1]: got -1; allowed: 0 and up"),
+        (prefill, {"k_lens": [50, 2]}, "k_lens[1]: got 2; allowed: q_lens[1]=3 and up"),
+        (prefill, {"k_lens": [-1, 3]}, "k_lens[0]: got -1; allowed: q_lens[0]=2 and up"),
+        (prefill, {"valid_start": [49, 0]}, "valid_start[0]: got 49; allowed: up to q_start=48"),
+        (prefill, {"num_tokens": 4}, "num_tokens: got 4; allowed: None or at least the 5 tokens of the step"),
+    ],
+    ids=lambda x: "" if callable(x) else str(x)[:40],
+)
+def test_what_the_host_refuses(build, changes: dict, message: str) -> None:  # noqa: ANN001
+    """A7, F14: nothing is repaired in silence."""
+    build()
+    with pytest.raises(swa.InvalidArgumentError) as error:
+        build(**changes)
+    assert message in str(error.value)
+
+
+def test_the_ops_refuse_the_same_values_in_eager_mode() -> None:
+    with pytest.raises(swa.InvalidArgumentError, match=r"valid_start\[0\]: got 49; allowed: up to q_start=48"):
+        swa.prefill_plan(
+            ints(3, 0), ints(2, 3), ints(50, 3), spec=V4, num_slots=4, num_tokens=5, valid_start=ints(49, 0)
+        )
+    with pytest.raises(swa.InvalidArgumentError, match="state_ids: got 4; allowed: -1"):
+        swa.decode_index(ints(4), torch.zeros(1, dtype=torch.int64), spec=V4, num_slots=4)
+
+
+def test_padding() -> None:
+    """Rows up to num_tokens are padded ones, and change no other row."""
+    for build, more in ((decode, 8), (prefill, 9)):
+        short, long = build(), build(num_tokens=more)
+        for f in dataclasses.fields(short):
+            a, b = getattr(short, f.name), getattr(long, f.name)
+            assert_same(b[: len(a)], a)
+            assert len(b) == (len(a) if f.name == "segments" else more)
+        assert (long.state_ids[len(short.state_ids) :] == -1).all()
+
+
+def test_shapes_and_dtypes() -> None:
+    for m in (decode(), prefill()):
+        for f in dataclasses.fields(m):
+            t = getattr(m, f.name)
+            assert t.dtype == (torch.int64 if f.name == "positions" else torch.int32) and t.is_contiguous()
+    assert decode(width=200).index.shape == (2, 200)
+    assert prefill().segments.shape == (2, 3, 4) and prefill().pivots.shape == (5, 4)
+    empty = swa.PrefillMetadata.build(V4, num_slots=4, state_ids=[], q_lens=[], k_lens=[])
+    assert empty.segments.shape == (0, 3, 4) and empty.pivots.shape == (0, 4)
+
+
+def test_from_device_is_build() -> None:
+    host = prefill(valid_start=[40, 0])
+    device = swa.PrefillMetadata.from_device(
+        V4,
+        num_slots=4,
+        state_ids=ints(3, 0),
+        q_lens=ints(2, 3),
+        k_lens=ints(50, 3),
+        valid_start=ints(40, 0),
+        num_tokens=5,
+    )
+    for f in dataclasses.fields(host):
+        assert_same(getattr(device, f.name), getattr(host, f.name))
+    host = decode(valid_start=[-4, 0])
+    device = swa.DecodeMetadata.from_device(
+        V4, num_slots=4, state_ids=ints(3, -1), positions=torch.tensor([50, 0]), valid_start=ints(-4, 0)
+    )
+    for f in dataclasses.fields(host):
+        assert_same(getattr(device, f.name), getattr(host, f.name))
+
+
+def test_frozen_and_a_pytree() -> None:
+    for m in (decode(), prefill()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            m.state_ids = None
+        leaves, tree = pytree.tree_flatten(m)
+        assert len(leaves) == 5 and all(isinstance(x, torch.Tensor) for x in leaves)
+        assert type(pytree.tree_unflatten(leaves, tree)) is type(m)
+        assert type(pytree.tree_map(torch.clone, m)) is type(m)
+
+
+def test_an_argument_of_compiled_code() -> None:
+    """One graph for every number of tokens, metadata in and metadata out."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def fn(m: swa.PrefillMetadata) -> tuple[torch.Tensor, swa.PrefillMetadata]:
+        return swa.prefill_index(m.pivots, spec=V4), dataclasses.replace(m, positions=m.positions + 1)
+
+    for tokens in (5, 8, 30):
+        m = prefill(num_tokens=tokens)
+        before = copy.deepcopy(m)
+        index, moved = fn(m)
+        assert_same(index, swa.prefill_index(m.pivots, spec=V4))
+        assert_same(moved.positions, before.positions + 1)
+        assert_same(m.positions, before.positions)
+    assert counter.frame_count <= 2  # the first size, then any size
+
+
+def test_built_inside_compiled_code() -> None:
+    """The device's own lengths, without leaving the graph."""
+
+    def fn(*args: torch.Tensor) -> torch.Tensor:
+        m = swa.PrefillMetadata.from_device(
+            V4, num_slots=4, state_ids=args[0], q_lens=args[1], k_lens=args[2], num_tokens=len(args[3])
+        )
+        return swa.prefill_index(m.pivots, spec=V4)
+
+    args = ints(3, 0), ints(2, 3), ints(50, 3), torch.zeros(5)
+    got = torch.compile(fn, fullgraph=True, backend="aot_eager")(*args)
+    assert_same(got, swa.prefill_index(prefill().pivots, spec=V4))
+
+
+def test_export() -> None:
+    """A registered dataclass passes through torch.export."""
+
+    class Model(torch.nn.Module):
+        def forward(self, m: swa.PrefillMetadata) -> torch.Tensor:
+            return swa.prefill_index(m.pivots, spec=V4)
+
+    program = torch.export.export(Model(), (prefill(),))
+    assert_same(program.module()(prefill()), swa.prefill_index(prefill().pivots, spec=V4))
