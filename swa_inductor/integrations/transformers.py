@@ -408,38 +408,17 @@ def ring_attention(
     if layer.index == 0:
         state.begin(positions)
     scale = spec.head_dim**-0.5 if scaling is None else scaling
+    options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": s_aux}
     state_ids = torch.where(positions >= 0, state.slots[:, None], -1).flatten()
     if q_len <= spec.tokens_per_step:
         api.store(_rows(k), _rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
-        flat = api.attention(
-            _rows(query),
-            layer.ring,
-            state_ids,
-            positions.flatten(),
-            spec=spec,
-            scale=scale,
-            sinks=s_aux,
-            softcap=softcap,
-            tokens_per_step=q_len,
-        )
-        assert isinstance(flat, Tensor)  # no lse was asked for
-        out = flat.unflatten(0, (batch, q_len))
+        rows = api.attention(_rows(query), layer.ring, state_ids, positions.flatten(), tokens_per_step=q_len, **options)
+        assert isinstance(rows, Tensor)  # no lse was asked for
+        out = rows.unflatten(0, (batch, q_len))
     else:
         # At most window - 1 tokens are seen; on the host, a fresh prompt is known to have none.
         history = min(spec.window - 1, int(state.lengths.max()) if _may_sync(query) else spec.window)
-        out = prefill_attention(
-            query,
-            k,
-            v,
-            layer.ring,
-            state.lengths,
-            positions,
-            spec=spec,
-            history=history,
-            scale=scale,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        out = prefill_attention(query, k, v, layer.ring, state.lengths, positions, history=history, **options)
         api.store(_rows(k), _rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
     if layer.last:
         state.advance(positions)
