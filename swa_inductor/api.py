@@ -217,7 +217,7 @@ def attention_prefill(
 
     Args:
         q: [T, num_heads, head_dim]; k: [T, num_kv_heads, head_dim]; v: likewise, None when K = V; one dtype. Give k and
-            v as they will be read back (`store_cast_back`, or reference.round_trip), so that any split of a prompt into
+            v as they will be read back (`store_cast_back`, or records.round_trip), so that any split of a prompt into
             chunks gives the same outputs.
         cache: uint8 [num_slots, R, num_kv_heads, record_bytes]; read only.
         state_ids: int32 [T]; -1 for a padded row. The tokens of a sequence stand together, in order of position.

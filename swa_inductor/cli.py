@@ -83,7 +83,7 @@ def demo(
     kv_format: Annotated[KVFormat, typer.Option(help="Record format of the rings.")] = KVFormat.auto,
     device: Annotated[str | None, typer.Option(help="Torch device; default: cuda if there is one, else cpu.")] = None,
     dtype: Annotated[DType, typer.Option(help="Dtype of the model; auto: bf16 on cuda, fp32 on cpu.")] = DType.auto,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences, each with a prompt of its own length.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences; their prompts differ in length.")] = 1,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
     stock: Annotated[Stock, typer.Option(help="How to run stock transformers beside ours.")] = Stock.compiled,
     json: Annotated[Path | None, typer.Option(help="Also write all figures and versions to this file.")] = None,

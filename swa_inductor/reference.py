@@ -1,6 +1,6 @@
 """What every op means, in plain torch: the oracle of the tests and the eager implementation.
 
-Everything is written with integer arithmetic where bits matter, so that eager, C++ and Triton code agree to the bit.
+records.py holds the record formats, reference_inline.py the ops on metadata.
 Metadata conventions: a *padded row* has state id -1. A row with bad metadata (state id >= num_slots, negative position,
 valid_start > position) counts as padded: it writes nothing and reads nothing.
 """
@@ -8,113 +8,12 @@ valid_start > position) counts as padded: it writes nothing and reads nothing.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from swa_inductor import reference_inline
-from swa_inductor.spec import MXFP8_BLOCK, vector_bytes
-
-RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Formats whose records are raw little-endian values."""
-
-# ---------------------------------------------------------------------------------------------------- records
-
-
-def encode(x: Tensor, kv_format: str, min_amax: float) -> Tensor:
-    """Vectors [..., D] -> stored bytes uint8 [..., vector_bytes].
-
-    mxfp8 (blocks of 32 along D): byte = ceil(log2(amax / 448)) + 127, by integers; data = e4m3fn(x * 2^(127 - byte)),
-    round to nearest even, saturating. NaN gives data 0x7F and does not take part in amax; an infinity gives byte 254.
-    """
-    return _bytes(x, kv_format, min_amax).to(torch.uint8)
-
-
-def _bytes(x: Tensor, kv_format: str, min_amax: float) -> Tensor:
-    """Stored bytes as int32, made by arithmetic alone: compiled CPU code has no uint8 `cat` and no widening `view`."""
-    if kv_format != "mxfp8":
-        x = x.to(RAW_DTYPES[kv_format]).contiguous()
-        bits = x.view(torch.int32) if x.element_size() == 4 else x.view(torch.int16).int()
-        shifts = torch.arange(0, 8 * x.element_size(), 8, dtype=torch.int32, device=x.device)
-        return ((bits[..., None] >> shifts) & 0xFF).flatten(-2)
-    x = x.float().unflatten(-1, (-1, MXFP8_BLOCK))
-    scale = block_scale(x, min_amax)
-    # 2^(127 - byte) in two factors: for byte 254 it is subnormal, and compiled CPU code may flush subnormals.
-    half = (127 - scale) >> 1
-    data = e4m3_codes(x * _exp2(half) * _exp2(127 - scale - half))
-    return torch.cat([data.flatten(-2), scale.squeeze(-1)], -1)
-
-
-def block_scale(x: Tensor, min_amax: float) -> Tensor:
-    """ue8m0 byte (int32) of each block: fp32 [..., 32] -> [..., 1]."""
-    bits = x.contiguous().view(torch.int32) & 0x7FFFFFFF
-    bits = torch.where(bits > 0x7F800000, 0, bits)
-    # Positive floats order as their bits do, so the maximum of the bits is the maximum of the values.
-    bits = bits.amax(-1, keepdim=True).clamp(min=float_bits(min_amax))
-    byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-    return torch.where(bits == 0x7F800000, 254, byte.clamp(1, 254))
-
-
-def e4m3_codes(y: Tensor) -> Tensor:
-    """fp32 -> e4m3fn codes as int32: round to nearest even, saturate at 448, keep the sign of zero, NaN -> 0x7F."""
-    bits = y.contiguous().view(torch.int32)
-    mag = torch.where(bits & 0x7FFFFFFF > 0x7F800000, 0, bits & 0x7FFFFFFF).clamp(max=float_bits(448.0))
-    normal = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - (120 << 3)
-    # Adding 2^14 leaves a mantissa step of 2^-9, the step of e4m3 subnormals: the addition itself rounds to even.
-    subnormal = (mag.view(torch.float32) + 16384.0).view(torch.int32) - float_bits(16384.0)
-    code = torch.where(mag < float_bits(2.0**-6), subnormal, normal) | ((bits >> 24) & 0x80)
-    return torch.where(bits & 0x7FFFFFFF > 0x7F800000, 0x7F, code)
-
-
-def decode(stored: Tensor, kv_format: str) -> Tensor:
-    """Stored bytes uint8 [..., vector_bytes] -> values [..., D]: fp32 for mxfp8, else the format's dtype. Exact."""
-    if kv_format != "mxfp8":
-        return stored.view(RAW_DTYPES[kv_format])
-    dim = stored.shape[-1] * MXFP8_BLOCK // (MXFP8_BLOCK + 1)
-    data, scale = stored[..., :dim].int(), stored[..., dim:].int()
-    # e4m3 bits placed in fp16 read as value / 2^8, subnormals included; only the NaN code needs a case of its own.
-    half = (((data & 0x7F) << 7) | ((data & 0x80) << 8)).to(torch.int16).view(torch.float16)
-    value = torch.where((data & 0x7F) == 0x7F, math.nan, half.float() * 256.0)
-    return (value.unflatten(-1, (-1, MXFP8_BLOCK)) * ue8m0_value(scale)[..., None]).flatten(-2)
-
-
-def ue8m0_value(byte: Tensor) -> Tensor:
-    """2^(byte - 127) as fp32; byte 0 is the subnormal 2^-127, byte 255 is NaN."""
-    bits = torch.where(byte == 0, 0x00400000, byte << 23)
-    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
-
-
-def encode_record(k: Tensor, v: Tensor | None, kv_format: str, min_amax: float) -> Tensor:
-    """K and V vectors [T, H_kv, D] -> records uint8 [T, H_kv, record]: the K vector, then V unless K = V."""
-    stored = _bytes(k, kv_format, min_amax)
-    if v is not None:
-        stored = torch.cat([stored, _bytes(v, kv_format, min_amax)], -1)
-    return stored.to(torch.uint8)
-
-
-def decode_record(record: Tensor, kv_format: str, head_dim: int, v_head_dim: int | None) -> tuple[Tensor, Tensor]:
-    """Records uint8 [..., record] -> K [..., head_dim] and V [..., v_head_dim] (the same tensor when K = V)."""
-    split = vector_bytes(kv_format, head_dim)
-    k = decode(record[..., :split], kv_format)
-    return k, k if v_head_dim is None else decode(record[..., split:], kv_format)
-
-
-def round_trip(x: Tensor, kv_format: str, min_amax: float) -> Tensor:
-    """Values as they will be read back from the ring, in the dtype of `x`."""
-    return decode(encode(x, kv_format, min_amax), kv_format).to(x.dtype)
-
-
-def float_bits(value: float) -> int:
-    """Bit pattern of a value as fp32."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
-def _exp2(exponent: Tensor) -> Tensor:
-    """2^exponent as fp32, for exponents of normal numbers (int32)."""
-    return ((exponent + 127) << 23).view(torch.float32)
-
+from swa_inductor import records, reference_inline
 
 # ---------------------------------------------------------------------------------------------------- ring
 
@@ -157,8 +56,8 @@ def store_plan(
     some = writes.any()
     slot = torch.where(some, state_ids[source].long(), 0)
     row = torch.where(some, positions[source] % cache.shape[1], 0)
-    records = encode_record(k, v, kv_format, min_amax)
-    return slot, row, torch.where(some, records[source], cache[0, 0])
+    stored = records.encode_record(k, v, kv_format, min_amax)
+    return slot, row, torch.where(some, stored[source], cache[0, 0])
 
 
 def store(
@@ -166,8 +65,8 @@ def store(
 ) -> None:
     """Write each token's record into row `position % R` of its slot (api.store)."""
     if k.shape[0]:
-        slot, row, records = store_plan(k, v, cache, state_ids, positions, kv_format, min_amax)
-        cache.index_put_((slot, row), records)
+        slot, row, stored = store_plan(k, v, cache, state_ids, positions, kv_format, min_amax)
+        cache.index_put_((slot, row), stored)
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -176,7 +75,7 @@ _CHUNK_VALUES = 1 << 25
 """Gathered K and V values held at a time: bounds the memory of the eager path, 128 MB each in fp32."""
 
 Fetch = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
-"""(tokens of the call, their visible columns bool [T, N]) -> K [T, N, H_kv, D] and V [T, N, H_kv, Dv] of the columns."""
+"""(tokens of the call, their visible columns bool [T, N]) -> K [T, N, H_kv, D] and V [T, N, H_kv, Dv] of them."""
 
 
 def _attend_columns(
@@ -236,7 +135,7 @@ def attention(
     def fetch(part: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
         slot = torch.where(seen, state_ids[part, None].long(), 0)
         row = torch.where(seen, (lo[part, None] + column) % cache.shape[1], 0)
-        return decode_record(cache[slot, row], kv_format, dim, v_head_dim)
+        return records.decode_record(records.take_records(cache, slot, row), kv_format, dim, v_head_dim)
 
     return _attend_columns(
         q,
@@ -280,7 +179,9 @@ def attention_prefill(
         key = lo[part, None] + column
         old = seen & (key < q_starts[part, None])
         slot = torch.where(old, state_ids[part, None].long(), 0)
-        old_k, old_v = decode_record(cache[slot, torch.where(old, key % cache.shape[1], 0)], kv_format, dim, v_dim)
+        old_k, old_v = records.decode_record(
+            cache[slot, torch.where(old, key % cache.shape[1], 0)], kv_format, dim, v_dim
+        )
         # The tokens of a sequence stand together: the one at position `key` is positions[t] - key tokens before.
         new = torch.where(seen & ~old, own[part, None] - (positions[part, None] - key), 0).clamp(0, tokens - 1)
         keep = old[..., None, None]
@@ -353,7 +254,7 @@ def attention_index(
 
     def fetch(part: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
         flat = torch.where(seen, index[part].long(), 0)
-        return decode_record(cache[flat // rows, flat % rows], kv_format, q.shape[2], v_head_dim)
+        return records.decode_record(cache[flat // rows, flat % rows], kv_format, q.shape[2], v_head_dim)
 
     return _attend_columns(
         q,
@@ -382,7 +283,7 @@ def gather(
     v_head_dim: int | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Workspace of a prefill: W history rows per sequence, positions q_start - W up, zeros below valid_start; then k, v.
+    """Workspace of a prefill: W history rows per sequence from q_start - W up, zeros below valid_start; then k, v.
 
     Returns K [B * W + T, H_kv, D] and V [B * W + T, H_kv, Dv] in `dtype`, one tensor when K = V.
     """
@@ -391,8 +292,8 @@ def gather(
     live = (state_ids >= 0) & (state_ids < cache.shape[0]) & (start <= q_starts)
     present = live[:, None] & (position >= start[:, None])
     slot = torch.where(present, state_ids[:, None].long(), 0)
-    records = cache[slot, torch.where(present, position % cache.shape[1], 0)]
-    old_k, old_v = decode_record(records, kv_format, head_dim, v_head_dim)
+    stored = cache[slot, torch.where(present, position % cache.shape[1], 0)]
+    old_k, old_v = records.decode_record(stored, kv_format, head_dim, v_head_dim)
 
     def section(old: Tensor, new: Tensor | None) -> Tensor:
         rows = torch.where(present[..., None, None], old.to(dtype), 0).flatten(0, 1)
@@ -413,16 +314,17 @@ def attend(
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
-    k = torch.where(visible[:, :, None, None], k, 0)
-    finite = v.isfinite()
-    broken = visible[:, None, :] & ~finite.all(-1).transpose(1, 2)  # [T, H_kv, N]
-    v = torch.where(visible[:, :, None, None] & finite, v, 0)
     # [T, H_kv, G, D] x [T, H_kv, D, N]
     s = q.reshape(tokens, kv_heads, heads // kv_heads, dim) @ k.permute(0, 2, 3, 1) * scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~visible[:, None, None, :], -math.inf)
-    s = s.masked_fill(broken[:, :, None, :], math.nan)
+    # 0 * NaN is NaN: values that no number is leave V. On the CPU, most calls can be seen to hold none in one pass.
+    if v.device.type != "cpu" or not v.sum().isfinite():
+        finite = v.isfinite()
+        broken = visible[:, None, :] & ~finite.all(-1).transpose(1, 2)  # [T, H_kv, N]
+        s = s.masked_fill(broken[:, :, None, :], math.nan)
+        v = torch.where(finite, v, 0)
     lse = s.logsumexp(-1)
     denominator = lse
     if sinks is not None:

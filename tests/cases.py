@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import swa_inductor as swa
-from swa_inductor import reference
+from swa_inductor import records
 from swa_inductor.testing import GeneratedCode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -116,8 +116,8 @@ def prefill_inputs(case: Case, seed: int = 0, q_lens: tuple[int, ...] = (1, 7, 0
     g = torch.Generator().manual_seed(seed + 99)
     return {
         "q": q,
-        "k": reference.round_trip(k, case.spec.kv_format, 1e-4),
-        "v": None if v is None else reference.round_trip(v, case.spec.kv_format, 1e-4),
+        "k": records.round_trip(k, case.spec.kv_format, 1e-4),
+        "v": None if v is None else records.round_trip(v, case.spec.kv_format, 1e-4),
         "cache": filled_cache(case),
         "state_ids": state_ids,
         "positions": torch.where(state_ids >= 0, positions, -1),

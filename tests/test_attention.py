@@ -6,12 +6,23 @@ import math
 
 import pytest
 import torch
-from cases import ATTENTION_ARGS, BY_NAME, CASES, Case, attention_op, decode_inputs, filled_cache, steps, template_launches, vectors
+from cases import (
+    ATTENTION_ARGS,
+    BY_NAME,
+    CASES,
+    Case,
+    attention_op,
+    decode_inputs,
+    filled_cache,
+    steps,
+    template_launches,
+    vectors,
+)
 from numerics import assert_as_good_as, assert_same
 from torch.testing import FileCheck
 
 import swa_inductor as swa
-from swa_inductor import reference
+from swa_inductor import records, reference
 from swa_inductor.lowerings import attention as lowering
 from swa_inductor.testing import generate_code, run_on_cpu
 
@@ -39,7 +50,7 @@ def by_hand(case: Case, x: dict, t: int, h: int) -> tuple[torch.Tensor, float]:
     scores, values = [], []
     for j in range(lo, p + 1):
         record = x["cache"][slot, j % spec.rows, h // (case.heads // spec.num_kv_heads)]
-        k, v = reference.decode_record(record, spec.kv_format, spec.head_dim, spec.v_head_dim)
+        k, v = records.decode_record(record, spec.kv_format, spec.head_dim, spec.v_head_dim)
         s = float(x["q"][t, h].double() @ k.double()) * spec.head_dim**-0.5
         scores.append(s if case.softcap is None else case.softcap * math.tanh(s / case.softcap))
         values.append(v.double())

@@ -10,7 +10,7 @@ from cases import BY_NAME, CASES, Case, decode_inputs, index_op, template_launch
 from numerics import assert_as_good_as, assert_same
 
 import swa_inductor as swa
-from swa_inductor import reference
+from swa_inductor import records, reference
 from swa_inductor.testing import generate_code, run_on_cpu
 
 
@@ -75,7 +75,7 @@ def test_merging_a_window_with_other_keys() -> None:
     x = decode_inputs(case)
     window = ring_index(case, x, extra=0)
     extra, _, _ = vectors(case, 50, seed=8)
-    pool = reference.encode_record(extra, None, spec.kv_format, 1e-4)[None]  # a buffer of one block of 50 records
+    pool = records.encode_record(extra, None, spec.kv_format, 1e-4)[None]  # a buffer of one block of 50 records
     compressed = torch.randint(0, 50, (len(window), 9), dtype=torch.int32)
     compressed[3] = -1
     sinks = torch.randn(case.heads)
@@ -84,9 +84,7 @@ def test_merging_a_window_with_other_keys() -> None:
     out, lse = swa.merge_attention(*a, *b, sinks)
     both = torch.cat([x["cache"].flatten(0, 1), pool[0]])[None]
     index = torch.cat([window, torch.where(compressed >= 0, compressed + case.slots * spec.rows, -1)], 1)
-    want, want_lse = swa.attention_index(
-        x["q"], both, index, kv_format=spec.kv_format, sinks=sinks, return_lse=True
-    )
+    want, want_lse = swa.attention_index(x["q"], both, index, kv_format=spec.kv_format, sinks=sinks, return_lse=True)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 

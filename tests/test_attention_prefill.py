@@ -10,7 +10,7 @@ from cases import BY_NAME, CASES, PREFILL_ARGS, Case, prefill_inputs, prefill_op
 from numerics import assert_as_good_as, assert_same
 
 import swa_inductor as swa
-from swa_inductor import reference
+from swa_inductor import records, reference
 from swa_inductor.testing import generate_code, run_on_cpu
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -110,7 +110,7 @@ def test_any_split_of_a_prompt_gives_the_same(name: str) -> None:
     """A4, A5: 1 x 1000, 8 x 125 and 1000 x 1: identical outputs (fp64 sums apart) and identical ring bytes."""
     case = BY_NAME[name]
     k, v, q = vectors(case, 1000)
-    k, v = (None if t is None else reference.round_trip(t, case.spec.kv_format, 1e-4) for t in (k, v))
+    k, v = (None if t is None else records.round_trip(t, case.spec.kv_format, 1e-4) for t in (k, v))
     runs = [chunked(case, q, k, v, chunks, prefill_op(case)) for chunks in ([1000], [125] * 8, [1] * 1000)]
     for out, cache in runs[1:]:
         torch.testing.assert_close(out, runs[0][0], rtol=8e-3, atol=1e-3)
@@ -122,7 +122,7 @@ def test_store_first_is_wrong_from_eight_new_tokens_on() -> None:
     case = BY_NAME["v4"]
     for n, same in ((7, True), (8, False)):
         k, _, q = vectors(case, 2048 + n)
-        k = reference.round_trip(k, "mxfp8", 1e-4)
+        k = records.round_trip(k, "mxfp8", 1e-4)
         cache = torch.zeros(case.spec.cache_shape(1), dtype=torch.uint8)
         slot = torch.zeros(2048 + n, dtype=torch.int32)
         swa.store(k[:2048], None, cache, slot[:2048], torch.arange(2048), spec=case.spec)
@@ -139,7 +139,7 @@ def test_bounded_replay() -> None:
     case = BY_NAME["v4"]
     spec, total, w = case.spec, 2048, case.spec.window
     k, _, q = vectors(case, total + 1)
-    k = reference.round_trip(k, "mxfp8", 1e-4)
+    k = records.round_trip(k, "mxfp8", 1e-4)
     slot = torch.zeros(total + 1, dtype=torch.int32)
     at = torch.arange(total + 1)
     whole, replayed = (torch.full(spec.cache_shape(1), 0x7F, dtype=torch.uint8) for _ in range(2))
@@ -179,8 +179,6 @@ def test_bad_device_metadata_makes_a_padded_row() -> None:
 def test_no_tokens() -> None:
     case = BY_NAME["v4"]
     x = prefill_inputs(case)
-    empty = [
-        t if n in ("cache", "sinks") or t is None else t[:0] for n, t in ((n, x[n]) for n in PREFILL_ARGS)
-    ]
+    empty = [t if n in ("cache", "sinks") or t is None else t[:0] for n, t in ((n, x[n]) for n in PREFILL_ARGS)]
     out, lse = prefill_op(case)(*empty)
     assert out.shape == (0, case.heads, 512) and lse.shape == (0, case.heads)

@@ -14,7 +14,6 @@ from cases import (
     gather_op,
     plain_pivots,
     prefill_inputs,
-    prefill_op,
     template_launches,
     workspace_op,
 )
@@ -62,9 +61,7 @@ def test_rows_outside_the_ranges_are_not_read() -> None:
     poisoned = torch.where(seen[:, None, None], k, math.nan)
     code = generate_code(workspace_op(case), x["q"], k, v, pivots, None)
     for run in (lambda *a: run_on_cpu(code, a), workspace_op(case)):
-        for value, was in zip(
-            run(x["q"], poisoned, v, pivots, None), run(x["q"], k, v, pivots, None), strict=True
-        ):
+        for value, was in zip(run(x["q"], poisoned, v, pivots, None), run(x["q"], k, v, pivots, None), strict=True):
             assert_same(value, was)
 
 

@@ -66,7 +66,9 @@ def prefill_calls(case: Case, x: dict) -> dict[str, tuple[Callable, list]]:
     x = dict(x, q_starts=starts, slots=x["state_ids"], starts=starts, lower=x["valid_start"])
     w = case.spec.window
     own = torch.arange(sequences, dtype=torch.int32)
-    pivots = torch.stack([own * w, own.new_full((sequences,), w), own + sequences * w, own.new_full((sequences,), 1)], 1)
+    pivots = torch.stack(
+        [own * w, own.new_full((sequences,), w), own + sequences * w, own.new_full((sequences,), 1)], 1
+    )
     workspace = torch.zeros(sequences * (w + 1), case.spec.num_kv_heads, case.spec.head_dim, dtype=case.dtype)
     values = None if x["v"] is None else workspace.new_zeros(*workspace.shape[:2], case.spec.v_head_dim)
     pivots = pivots.clamp(min=0)
@@ -144,7 +146,8 @@ def test_one_compile_for_every_number_of_tokens(name: str) -> None:
         compiled = compiled or torch.compile(fn, fullgraph=True, backend=counter)
         eager_args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         for a in args:
-            if isinstance(a, torch.Tensor) and a.shape[0] == tokens:  # neither the 4 slots of a cache nor the 16 heads
+            # tokens or rows of a workspace; neither the 4 slots of a cache nor the 16 heads
+            if isinstance(a, torch.Tensor) and a.shape[0] in (tokens, tokens * (BY_NAME["gpt-oss"].spec.window + 1)):
                 torch._dynamo.mark_dynamic(a, 0)
         got, want = compiled(*args), fn(*eager_args)
         for value, expected in zip([*args, got], [*eager_args, want], strict=True):
@@ -221,12 +224,11 @@ def test_no_cache_sized_copy_on_a_gpu(name: str, static: tuple, reuse: bool) -> 
     code = generate_code(fn, *args, static_inputs=static, options={"allow_buffer_reuse": reuse})
     order = ["store" if "store" in launch else "attention" for launch in template_launches(code)]
     assert order == ["store", "attention"] * 2
-    small = max(a.numel() * a.element_size() for a in args[1:] if a is not None)
     for allocation in code.allocations:
         size = 8
         for dim in allocation.size:
             size *= int(dim)
-        assert size <= 8 * small < args[0].numel()
+        assert size <= args[0].numel() / 10
     want = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     expected = fn(*want)
     out, *_ = run_on_cpu(code, args)

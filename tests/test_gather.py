@@ -8,7 +8,7 @@ from cases import BY_NAME, CASES, GATHER_ARGS, Case, gather_op, prefill_inputs, 
 from numerics import assert_same
 
 import swa_inductor as swa
-from swa_inductor import reference
+from swa_inductor import records
 from swa_inductor.testing import generate_code, run_on_cpu
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -22,7 +22,7 @@ def plain(case: Case, x: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         low = 0 if x["lower"] is None else int(x["lower"][b])
         for p in range(start - w, start):
             if slot >= 0 and p >= low:
-                k, v = reference.decode_record(
+                k, v = records.decode_record(
                     x["cache"][slot, p % spec.rows], spec.kv_format, spec.head_dim, spec.v_head_dim
                 )
             else:
@@ -36,7 +36,7 @@ def plain(case: Case, x: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @every_case
 def test_rows(case: Case) -> None:
-    """Bit-equal to the loop: eager and the generated source, which is one kernel; fresh buffers start as NaN there (B5)."""
+    """Bit-equal to the loop, in eager mode and as one generated kernel, whose buffers start as NaN (B5)."""
     x = prefill_inputs(case)
     args = [x[n] for n in GATHER_ARGS]
     want_k, want_v = plain(case, x)
@@ -70,7 +70,7 @@ def test_only_history_is_read(poison: int) -> None:
 
 
 def test_gathering_first_is_independent_of_the_new_tokens() -> None:
-    """A4: the gathered section is byte-identical for every number of new tokens, as it is read before they are stored."""
+    """A4: the gathered section is the same for every number of new tokens, as it is read before they are stored."""
     case = BY_NAME["v4"]
     spec = case.spec
     x = prefill_inputs(case)

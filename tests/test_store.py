@@ -9,7 +9,7 @@ from numerics import assert_same
 from torch.testing import FileCheck
 
 import swa_inductor as swa
-from swa_inductor import reference
+from swa_inductor import records
 from swa_inductor.testing import generate_code, run_on_cpu
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -20,7 +20,7 @@ def plain_store(case: Case, k: torch.Tensor, v: torch.Tensor | None, cache: torc
     for t, (slot, p) in enumerate(zip(ids, at, strict=True)):
         if slot >= 0:
             one = slice(t, t + 1)
-            record = reference.encode_record(k[one], None if v is None else v[one], case.spec.kv_format, 1e-4)
+            record = records.encode_record(k[one], None if v is None else v[one], case.spec.kv_format, 1e-4)
             cache[slot, p % case.spec.rows] = record[0]
 
 

@@ -7,7 +7,7 @@ import torch
 from cases import BY_NAME, CASES, STORE_ARGS, Case, cast_back_op, decode_inputs, store_op, template_launches
 from numerics import assert_same
 
-from swa_inductor import reference
+from swa_inductor import records
 from swa_inductor.testing import generate_code, run_on_cpu
 
 
@@ -29,7 +29,7 @@ def test_bytes_and_values(case: Case) -> None:
     x["k"][3, 0, 5], x["k"][4, 0, 0] = float("nan"), float("inf")
     want = x["cache"].clone()
     store_op(case)(x["k"], x["v"], want, x["state_ids"], x["positions"])
-    back = [None if t is None else reference.round_trip(t, case.spec.kv_format, 1e-4) for t in (x["k"], x["v"])]
+    back = [None if t is None else records.round_trip(t, case.spec.kv_format, 1e-4) for t in (x["k"], x["v"])]
     for name, run in RUNS.items():
         if name == "cpp" and case.name not in ("v4", "gpt-oss"):
             continue  # a C++ compile takes seconds; the two cover K = V and both formats

@@ -108,9 +108,6 @@ def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x.amax(-1)
 
 
-# ---------------------------------------------------------------- generated code
-
-
 def test_pointwise_and_reduction_are_one_kernel():
     code = generate_code(normalise, torch.randn(8, 64), torch.randn(8, 64))
     assert len(code.kernels) == len(code.launches) == code.count("triton_") == 1
@@ -187,9 +184,6 @@ def test_leaves_no_trace():
     for compiled, eager in zip(torch.compile(normalise)(x, y), normalise(x, y), strict=True):  # C++ on the CPU
         torch.testing.assert_close(compiled, eager)
     assert generate_code(normalise, torch.randn(8, 64), torch.randn(8, 64)).call == first.call
-
-
-# ---------------------------------------------------------------- execution
 
 
 def test_runs_with_arguments_in_the_order_of_the_function():
@@ -290,21 +284,16 @@ def test_caller_may_interpret():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, check=True)
 
 
-# ---------------------------------------------------------------- the interpreter, one kernel at a time
-
-HEADER = """
-import torch
-import triton
-import triton.language as tl
-from torch._inductor.runtime.triton_helpers import libdevice
-"""
-
-
 def run_kernel(body: str, *args: torch.Tensor | int) -> None:
     """Runs one program of a Triton kernel with arguments a, b, c, ... as far as there are."""
     names = "abcdefg"[: len(args)]
-    lines = [HEADER, "@triton.jit", f"def kernel({', '.join(names)}):", textwrap.indent(textwrap.dedent(body), "    ")]
-    lines += ["def call(args):", "    kernel[(1,)](*args)", "    return ()"]
+    lines = ["import triton", "import triton.language as tl", "@triton.jit", f"def kernel({', '.join(names)}):"]
+    lines += [
+        textwrap.indent(textwrap.dedent(body), "    "),
+        "def call(args):",
+        "    kernel[(1,)](*args)",
+        "    return ()",
+    ]
     run_on_cpu("\n".join(lines) + "\n", args)
 
 
@@ -449,9 +438,6 @@ def test_libdevice_and_combine_functions():
     outs = run_on_cpu(generate_code(fn, x), (x,))
     for out, expected in zip(outs, (*values, variance, index, running), strict=True):
         torch.testing.assert_close(out, expected)
-
-
-# ---------------------------------------------------------------- ptxas
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])

@@ -368,6 +368,9 @@ def test_other_caches_and_batches_are_refused():
     for wrong in (None, DynamicCache(config=model.config)):
         with pytest.raises(InvalidArgumentError, match="RingCache"):
             forward(model, wrong, ids, use_cache=wrong is not None)
+        positions = torch.arange(20).expand(2, 1, 1, 20)  # a prepared mask goes past the mask function
+        with pytest.raises(InvalidArgumentError, match="RingCache"):
+            forward(model, wrong, ids, attention_mask=dict.fromkeys(MIXED, positions), use_cache=wrong is not None)
     for wrong in (prompt(1, 20), prompt(3, 20)):
         with pytest.raises(InvalidArgumentError, match="batch size"):
             forward(model, cache, wrong)
@@ -408,7 +411,7 @@ def test_no_mask_is_lost():
             create(**packed)
     with pytest.raises(UnsupportedError, match="bidirectional"):
         create_bidirectional_mask(**args)
-    for custom in (torch.ones(2, 1, 1, 21, dtype=torch.bool), torch.zeros(2, 1, 1, 21)):
+    for custom in (torch.ones(2, 1, 1, 21, dtype=torch.bool), torch.full((2, 1, 1, 1), 20.0)):
         with pytest.raises(UnsupportedError, match="4-D mask"):
             forward(model, cache, ids[:, :1], attention_mask=custom)
     stale = create_causal_mask(**{**args, "inputs_embeds": torch.empty(2, 1, 0)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swa_inductor import reference
+from swa_inductor import records
 from swa_inductor.spec import RingSpec
 
 _SCORES = 1 << 25
@@ -50,14 +50,14 @@ def prefill_attention(
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
     batch = torch.arange(order.shape[0], device=order.device)[:, None]
     q, k, v = (x.transpose(1, 2)[batch, order] for x in (q, k, v))
-    keys, values = (reference.round_trip(x, spec.kv_format, spec.min_amax) for x in (k, v))
+    keys, values = (records.round_trip(x, spec.kv_format, spec.min_amax) for x in (k, v))
     if history:
         past = start[:, None] - history + torch.arange(history, device=start.device)
-        records = ring[batch, past % spec.rows]
-        past_k, past_v = reference.decode_record(records, spec.kv_format, spec.head_dim, spec.v_head_dim)
-        stored = (past >= 0)[:, :, None, None]  # other rows may hold anything, NaN too
-        keys = torch.cat([torch.where(stored, past_k, 0).to(keys.dtype), keys], 1)
-        values = torch.cat([torch.where(stored, past_v, 0).to(values.dtype), values], 1)
+        stored = ring[batch, past % spec.rows]
+        past_k, past_v = records.decode_record(stored, spec.kv_format, spec.head_dim, spec.v_head_dim)
+        held = (past >= 0)[:, :, None, None]  # other rows may hold anything, NaN too
+        keys = torch.cat([torch.where(held, past_k, 0).to(keys.dtype), keys], 1)
+        values = torch.cat([torch.where(held, past_v, 0).to(values.dtype), values], 1)
     out = _band_attention(q, keys, values, history - start, spec.window, scale, softcap, sinks)
     rank = (real.cumsum(1) - 1).clamp(min=0)
     return torch.where(real[:, :, None, None], out[batch, rank], 0)

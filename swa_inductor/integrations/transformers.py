@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from swa_inductor import api, reference
+from swa_inductor import api, records
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._geometry import LayerPlan, plan_layers
 from swa_inductor.integrations._prefill import prefill_attention
@@ -188,7 +188,7 @@ class RingCache(Cache):
         if len(devices) != 1:
             raise UnsupportedError(f"a model on {sorted(map(str, devices))}: a RingCache lives on one device")
         if kv_format == "auto":
-            formats = {dtype: name for name, dtype in reference.RAW_DTYPES.items()}
+            formats = {dtype: name for name, dtype in records.RAW_DTYPES.items()}
             require(model.dtype in formats, "kv_format", f"'auto' for a model in {model.dtype}", "an explicit format")
             kv_format = formats[model.dtype]
         plans = plan_layers(model.config.get_text_config(decoder=True), max_length, tokens_per_step, kv_format)
@@ -408,38 +408,17 @@ def ring_attention(
     if layer.index == 0:
         state.begin(positions)
     scale = spec.head_dim**-0.5 if scaling is None else scaling
+    options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": s_aux}
     state_ids = torch.where(positions >= 0, state.slots[:, None], -1).flatten()
     if q_len <= spec.tokens_per_step:
         api.store(_rows(k), _rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
-        flat = api.attention(
-            _rows(query),
-            layer.ring,
-            state_ids,
-            positions.flatten(),
-            spec=spec,
-            scale=scale,
-            sinks=s_aux,
-            softcap=softcap,
-            tokens_per_step=q_len,
-        )
-        assert isinstance(flat, Tensor)  # no lse was asked for
-        out = flat.unflatten(0, (batch, q_len))
+        rows = api.attention(_rows(query), layer.ring, state_ids, positions.flatten(), tokens_per_step=q_len, **options)
+        assert isinstance(rows, Tensor)  # no lse was asked for
+        out = rows.unflatten(0, (batch, q_len))
     else:
         # At most window - 1 tokens are seen; on the host, a fresh prompt is known to have none.
         history = min(spec.window - 1, int(state.lengths.max()) if _may_sync(query) else spec.window)
-        out = prefill_attention(
-            query,
-            k,
-            v,
-            layer.ring,
-            state.lengths,
-            positions,
-            spec=spec,
-            history=history,
-            scale=scale,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        out = prefill_attention(query, k, v, layer.ring, state.lengths, positions, history=history, **options)
         api.store(_rows(k), _rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
     if layer.last:
         state.advance(positions)

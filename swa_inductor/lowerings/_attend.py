@@ -16,7 +16,7 @@ DOT_TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.f
 
 
 def config(rows: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes for `rows` query rows and vectors of `widest` values; no kernel spills (ptxas, sm_80, sm_90, sm_100)."""
+    """Tile sizes for `rows` query rows and vectors of `widest` values; nothing spills (ptxas, sm_80, sm_90, sm_100)."""
     if dtype == torch.float32:
         # No tensor cores at full precision: small tiles keep operands and accumulator in registers.
         block_m, block_n, num_warps, num_stages = 16, 16 if widest > 128 else 32, 8 if widest > 128 else 4, 1
@@ -91,4 +91,3 @@ def launch(
         V_OFFSET=vector_bytes(kv_format, dim) if kv_format else 0,
     )
     return out, lse
-

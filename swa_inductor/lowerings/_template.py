@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib.resources import files
+from pathlib import Path
 
 import torch
 
@@ -11,9 +12,6 @@ from swa_inductor.spec import MXFP8_BLOCK
 
 STORED_TYPES = {"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 """Triton type of a stored value, by record format."""
-
-_TAG_FILES = ("lowerings", "templates", "meta")
-_TAG_MODULES = ("reference.py", "reference_inline.py", "spec.py")
 
 
 def source(op: str) -> str:
@@ -38,11 +36,9 @@ def tag_compile_caches() -> None:
     edited template in a new process hits the cache and gives the old kernel (seen 2026-11).
     """
     digest = hashlib.sha256()
-    root = files("swa_inductor")
-    parts = [p for name in _TAG_FILES for p in (root / name).iterdir()] + [root / n for n in _TAG_MODULES]
-    for part in sorted(parts, key=str):
-        if part.name.endswith((".py", ".jinja")):
-            digest.update(part.name.encode() + part.read_bytes())
+    root = Path(__file__).parent.parent
+    for part in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".jinja")):
+        digest.update(str(part.relative_to(root)).encode() + part.read_bytes())
     tag = f"swa_inductor:{digest.hexdigest()[:16]}"
     config = torch.compiler.config
     if tag not in config.cache_key_tag:  # appended, never overwritten: users and other packages have tags too

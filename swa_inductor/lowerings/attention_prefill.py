@@ -48,8 +48,7 @@ def lower_cuda(
         scale=scale,
         softcap=softcap,
         return_lse=return_lse,
-        options=options,
-        **_attend.token_tiles(groups, options["BLOCK_M"]),
+        options=options | _attend.token_tiles(groups, options["BLOCK_M"]),
         WINDOW=window,
         HAS_VALID_START=valid_start is not None,
     )

@@ -43,8 +43,7 @@ def lower_cuda(
         scale=scale,
         softcap=softcap,
         return_lse=return_lse,
-        options=options,
-        **_attend.token_tiles(groups, options["BLOCK_M"]),
+        options=options | _attend.token_tiles(groups, options["BLOCK_M"]),
         WINDOW=window,
     )
 

@@ -9,7 +9,7 @@ import torch
 
 from swa_inductor import reference_inline
 from swa_inductor.lowerings import _inductor
-from swa_inductor.reference import RAW_DTYPES
+from swa_inductor.records import RAW_DTYPES
 
 
 def lower(cache: Any, state_ids: Any, positions: Any, valid_start: Any = None, *, window: int, kv_format: str) -> Any:

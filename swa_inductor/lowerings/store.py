@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from swa_inductor import reference
+from swa_inductor import records, reference
 from swa_inductor.lowerings import _inductor
 from swa_inductor.lowerings._template import STORED_TYPES, next_power_of_2, source, vector_block
 from swa_inductor.spec import vector_bytes
@@ -38,13 +38,11 @@ def constants(k: Any, v: Any, kv_format: str, min_amax: float) -> dict[str, Any]
         "K_BLOCK": vector_block(dim),
         "V_BLOCK": vector_block(v_dim),
         "V_OFFSET": vector_bytes(kv_format, dim),
-        "MIN_AMAX_BITS": reference.float_bits(min_amax),
+        "MIN_AMAX_BITS": records.float_bits(min_amax),
     }
 
 
-def lower_cuda(
-    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
-) -> None:
+def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
     tokens, kv_heads, _ = k.get_size()
     vectors = [k] if v is None else [k, v]
     # The kernel writes the cache as a mutated input; a template must have an output, here `done` [T * H_kv].
@@ -59,9 +57,7 @@ def lower_cuda(
     )
 
 
-def lower_cpu(
-    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
-) -> None:
+def lower_cpu(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
     if _inductor.known_zero(k.get_size()[0]):
         return
     plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)

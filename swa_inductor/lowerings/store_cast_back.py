@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from swa_inductor import reference
+from swa_inductor import records
 from swa_inductor.lowerings import _inductor, store
 from swa_inductor.lowerings._template import source
 
@@ -37,7 +37,7 @@ def lower_cpu(
     k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
 ) -> tuple[Any, Any]:
     store.lower_cpu(k, v, cache, state_ids, positions, kv_format=kv_format, min_amax=min_amax)
-    back = partial(reference.round_trip, kv_format=kv_format, min_amax=min_amax)
+    back = partial(records.round_trip, kv_format=kv_format, min_amax=min_amax)
     none = _inductor.empty_buffer([0], k.get_dtype(), k.get_device())
     return _inductor.inline(back, k), none if v is None else _inductor.inline(back, v)
 

@@ -1,4 +1,4 @@
-"""swa_inductor::attention_index: attention over the records that an index names, of a ring or any other record buffer."""
+"""swa_inductor::attention_index: attention over the records that an index names, of a ring or any record buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swa_inductor::gather: the workspace of a prefill, history rows read from the rings and dequantised, then new tokens."""
+"""swa_inductor::gather: the workspace of a prefill: history rows from the rings, dequantised, then the new tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def fake(
     v_head_dim: int | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_gather(
-        cache, state_ids, q_starts, valid_start, k, v, window, kv_format, head_dim, v_head_dim, dtype
-    )
+    checks.check_gather(cache, state_ids, q_starts, valid_start, k, v, window, kv_format, head_dim, v_head_dim, dtype)
     rows = state_ids.shape[0] * window + (0 if k is None else k.shape[0])
     heads = cache.shape[2]
     out_v = (0,) if v_head_dim is None else (rows, heads, v_head_dim)
@@ -51,9 +49,7 @@ def eager(
     v_head_dim: int | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_gather(
-        cache, state_ids, q_starts, valid_start, k, v, window, kv_format, head_dim, v_head_dim, dtype
-    )
+    checks.check_gather(cache, state_ids, q_starts, valid_start, k, v, window, kv_format, head_dim, v_head_dim, dtype)
     out_k, out_v = reference.gather(
         cache, state_ids, q_starts, valid_start, k, v, window, kv_format, head_dim, v_head_dim, dtype
     )

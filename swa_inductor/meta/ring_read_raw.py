@@ -6,7 +6,7 @@ from torch import Tensor
 
 from swa_inductor import checks, reference_inline
 from swa_inductor.meta._library import define
-from swa_inductor.reference import RAW_DTYPES
+from swa_inductor.records import RAW_DTYPES
 from swa_inductor.spec import VALUE_BYTES
 
 SCHEMA = (

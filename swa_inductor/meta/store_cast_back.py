@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swa_inductor import checks, reference
+from swa_inductor import checks, records, reference
 from swa_inductor.meta._library import define
 
 SCHEMA = (
@@ -26,7 +26,7 @@ def eager(
     checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
     checks.check_values(cache, state_ids, positions)
     reference.store(k, v, cache, state_ids, positions, kv_format, min_amax)
-    back = [k.new_empty(0) if x is None else reference.round_trip(x, kv_format, min_amax) for x in (k, v)]
+    back = [k.new_empty(0) if x is None else records.round_trip(x, kv_format, min_amax) for x in (k, v)]
     return back[0].contiguous(), back[1].contiguous()
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swa_inductor import reference
+from swa_inductor import records
 
 
 def scale_and_data(values: list[float] | torch.Tensor, min_amax: float = 1e-4) -> tuple[int, torch.Tensor]:
     x = torch.zeros(32)
     x[: len(values)] = torch.as_tensor(values)
-    stored = reference.encode(x, "mxfp8", min_amax)
+    stored = records.encode(x, "mxfp8", min_amax)
     return int(stored[32]), stored[: len(values)]
 
 
 def read(values: list[float]) -> list[float]:
     x = torch.zeros(32)
     x[: len(values)] = torch.tensor(values)
-    return reference.decode(reference.encode(x, "mxfp8", 1e-4), "mxfp8")[: len(values)].tolist()
+    return records.decode(records.encode(x, "mxfp8", 1e-4), "mxfp8")[: len(values)].tolist()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_scale_rule_is_ceil_log2() -> None:
     amax = torch.rand(1 << 20, generator=g) * torch.exp2(torch.randint(-13, 60, (1 << 20,), generator=g).float())
     x = torch.zeros(len(amax), 32)
     x[:, 7] = -amax
-    byte = reference.encode(x, "mxfp8", 1e-4)[:, 32]
+    byte = records.encode(x, "mxfp8", 1e-4)[:, 32]
     want = torch.ceil(torch.log2(amax.clamp(min=1e-4).double() / 448)) + 127
     assert torch.equal(byte.double(), want)
 
@@ -72,7 +72,7 @@ def test_nan_and_infinity() -> None:
 def test_every_finite_bf16_rounds_as_torch_does() -> None:
     """All 65,536 bf16 values through the e4m3 rounding, and no finite one gives a NaN code (B6, B12)."""
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    code = reference.e4m3_codes(x).to(torch.uint8)
+    code = records.e4m3_codes(x).to(torch.uint8)
     finite = x.isfinite()
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(code[finite], want[finite])
@@ -83,7 +83,7 @@ def test_random_fp32_rounds_as_torch_does() -> None:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(1 << 20, generator=g) * torch.exp2(torch.randint(-14, 9, (1 << 20,), generator=g).float())
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert torch.equal(reference.e4m3_codes(x).to(torch.uint8), want)
+    assert torch.equal(records.e4m3_codes(x).to(torch.uint8), want)
 
 
 def test_decode_every_code_and_scale() -> None:
@@ -92,7 +92,7 @@ def test_decode_every_code_and_scale() -> None:
     value = codes.view(torch.float8_e4m3fn).double()
     for byte in range(256):
         stored = torch.cat([codes, torch.full((8,), byte, dtype=torch.uint8)])
-        got = reference.decode(stored, "mxfp8").double()
+        got = records.decode(stored, "mxfp8").double()
         want = torch.full_like(value, torch.nan) if byte == 255 else value * 2.0 ** (byte - 127)
         want = want.float().double()  # fp32 rounds the very smallest and overflows the very largest
         assert torch.equal(got.nan_to_num(nan=1e300), want.nan_to_num(nan=1e300)), byte
@@ -101,25 +101,25 @@ def test_decode_every_code_and_scale() -> None:
 def test_round_trip_is_exact_in_bf16_and_idempotent() -> None:
     g = torch.Generator().manual_seed(2)
     x = torch.randn(64, 512, generator=g).bfloat16()
-    once = reference.round_trip(x, "mxfp8", 1e-4)
-    fp32 = reference.decode(reference.encode(x, "mxfp8", 1e-4), "mxfp8")
+    once = records.round_trip(x, "mxfp8", 1e-4)
+    fp32 = records.decode(records.encode(x, "mxfp8", 1e-4), "mxfp8")
     assert torch.equal(once.float(), fp32)
-    assert torch.equal(reference.round_trip(once, "mxfp8", 1e-4), once)
+    assert torch.equal(records.round_trip(once, "mxfp8", 1e-4), once)
 
 
-@pytest.mark.parametrize(("name", "dtype"), reference.RAW_DTYPES.items())
+@pytest.mark.parametrize(("name", "dtype"), records.RAW_DTYPES.items())
 def test_raw_formats_are_little_endian_values(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, 96).to(dtype)
-    stored = reference.encode(x, name, 1e-4)
+    stored = records.encode(x, name, 1e-4)
     assert torch.equal(stored, x.view(torch.uint8))
-    assert torch.equal(reference.decode(stored, name), x)
+    assert torch.equal(records.decode(stored, name), x)
 
 
 def test_record_is_k_then_v() -> None:
     k, v = torch.randn(4, 2, 64), torch.randn(4, 2, 96)
-    record = reference.encode_record(k, v, "mxfp8", 1e-4)
-    assert torch.equal(record[..., :66], reference.encode(k, "mxfp8", 1e-4))
-    assert torch.equal(record[..., 66:], reference.encode(v, "mxfp8", 1e-4))
-    back_k, back_v = reference.decode_record(record, "mxfp8", 64, 96)
-    assert torch.equal(back_k, reference.round_trip(k, "mxfp8", 1e-4))
-    assert torch.equal(back_v, reference.round_trip(v, "mxfp8", 1e-4))
+    record = records.encode_record(k, v, "mxfp8", 1e-4)
+    assert torch.equal(record[..., :66], records.encode(k, "mxfp8", 1e-4))
+    assert torch.equal(record[..., 66:], records.encode(v, "mxfp8", 1e-4))
+    back_k, back_v = records.decode_record(record, "mxfp8", 64, 96)
+    assert torch.equal(back_k, records.round_trip(k, "mxfp8", 1e-4))
+    assert torch.equal(back_v, records.round_trip(v, "mxfp8", 1e-4))
