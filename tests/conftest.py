@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-KERNEL_FIGURES: list[str] = []
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
@@ -16,16 +14,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-@pytest.fixture
-def kernel_figures() -> list[str]:
-    """Lines to print in the summary of the run."""
-    return KERNEL_FIGURES
-
-
 def pytest_terminal_summary(terminalreporter) -> None:  # noqa: ANN001
-    if KERNEL_FIGURES:
+    """Lines that tests recorded as property "kernel"; properties cross the processes of pytest-xdist."""
+    reports = [r for group in ("passed", "failed") for r in terminalreporter.getreports(group)]
+    lines = [value for r in reports for name, value in r.user_properties if name == "kernel" and r.when == "call"]
+    if lines:
         terminalreporter.section("registers, spills and shared memory (ptxas)")
-        for line in KERNEL_FIGURES:
+        for line in sorted(lines):
             terminalreporter.line(line)
 
 

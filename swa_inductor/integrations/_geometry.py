@@ -1,8 +1,11 @@
-"""From the config of a transformers model to the rings of its layers."""
+"""From a transformers model, its config and its attention modules, to the rings of its layers."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from torch.nn import Module
+from transformers import PreTrainedModel
 
 from swa_inductor.errors import UnsupportedError, require
 from swa_inductor.spec import RingSpec
@@ -16,12 +19,17 @@ class LayerPlan(NamedTuple):
     bounded: bool
 
 
-def plan_layers(config: Any, max_length: int, tokens_per_step: int, kv_format: str) -> list[LayerPlan]:
-    """Plan of every layer of a decoder's text config; UnsupportedError says what rings cannot serve."""
+def plan_layers(model: PreTrainedModel, max_length: int, tokens_per_step: int, kv_format: str) -> list[LayerPlan]:
+    """Plan of every layer of the decoder of a model; UnsupportedError says what rings cannot serve."""
+    config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name}: encoder-decoder model")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) not in (
+        None,
+        False,
+        "vision",  # text is causal then, and images come with blocks in the mask, which the mask function refuses
+    ):
         raise UnsupportedError(f"{name}: bidirectional attention")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedError(f"{name}: latent attention (kv_lora_rank) keeps no keys and values")
@@ -30,24 +38,52 @@ def plan_layers(config: Any, max_length: int, tokens_per_step: int, kv_format: s
     # A config whose layers differ has a config for each of them.
     layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
     types = list(getattr(config, "layer_types", None) or map(_layer_type, layers))
+    modules = _attention_modules(model)
     plans = []
     for index, (layer_type, layer) in enumerate(zip(types, layers, strict=True)):
         if layer_type not in ("sliding_attention", "full_attention"):
             raise UnsupportedError(f"{name}: layer {index} is {layer_type!r}; rings serve sliding and full attention")
+        if modules and index not in modules:
+            raise UnsupportedError(f"{name}: layer {index} has no attention module with keys of its own")
         sliding = layer_type == "sliding_attention"
         seen = layer.sliding_window if sliding else max_length
         require(isinstance(seen, int) and seen >= 1, "sliding_window", seen, "an integer of at least 1")
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        num_kv_heads, head_dim, v_head_dim = _heads(layer, modules.get(index))
         spec = RingSpec(
             window=min(seen, max_length),
             tokens_per_step=tokens_per_step,
             head_dim=head_dim,
-            num_kv_heads=getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
-            v_head_dim=getattr(layer, "v_head_dim", None) or head_dim,
+            num_kv_heads=num_kv_heads,
+            v_head_dim=v_head_dim,
             kv_format=kv_format,
         )
         plans.append(LayerPlan(spec, sliding, bounded=not sliding or seen > max_length))
     return plans
+
+
+def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
+    """Attention modules of the decoder by layer: those that project keys and know their layer."""
+    modules: dict[int, Module] = {}
+    for module in model.get_decoder().modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(getattr(module, "k_proj", None), "out_features"):
+            modules.setdefault(index, module)
+    return modules
+
+
+def _heads(config: Any, module: Any) -> tuple[int, int, int]:
+    """(KV heads, head dim, V head dim) of a layer: of its projections where it has them, else of its config."""
+    head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    if module is None:
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return num_kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+    keys = module.k_proj.out_features
+    values = getattr(getattr(module, "v_proj", None), "out_features", keys)  # without one, they are made of the keys
+    num_kv_heads = keys // head_dim
+    if num_kv_heads == 0 or keys % head_dim or values % num_kv_heads:
+        raise UnsupportedError(f"{config.model_type}: {keys} key and {values} value features, head_dim {head_dim}")
+    return num_kv_heads, head_dim, values // num_kv_heads
 
 
 def _layer_type(config: Any) -> str:

@@ -1,11 +1,14 @@
-"""Attention of a long chunk of new tokens over ring history and chunk, in plain torch, with bounded memory."""
+"""Attention of a long chunk of new tokens over ring history and chunk: the op in a trace, else plain torch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swa_inductor import records
+from swa_inductor import api, records
+from swa_inductor.integrations._state import RingState
 from swa_inductor.spec import RingSpec
 
 _SCORES = 1 << 25
@@ -13,6 +16,51 @@ _SCORES = 1 << 25
 
 _CHUNK = 256
 """Queries at a time at most: more of them waste work on the corners of the band."""
+
+
+def attend_new(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Tensor,
+    state: RingState,
+    state_ids: Tensor,
+    positions: Tensor,
+    *,
+    spec: RingSpec,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of new tokens that are not stored yet: storing first would overwrite the history that they see.
+
+    Args and result as in `prefill_attention`; state_ids: int32 [B * n], -1 for padding.
+    """
+    if torch.compiler.is_compiling():
+        # One kernel, and one graph for prompts of any length. Eager code of the op gathers W keys for every token.
+        k_back, v_back = _as_stored(token_rows(k), spec), _as_stored(token_rows(v), spec)
+        starts = state.lengths[:, None].expand(positions.shape).flatten()
+        options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": sinks}
+        rows = api.attention_prefill(
+            token_rows(q), k_back, v_back, ring, state_ids, positions.flatten(), starts, **options
+        )
+        assert isinstance(rows, Tensor)  # no lse was asked for
+        return rows.unflatten(0, positions.shape)
+    history = spec.window - 1 if state.longest is None else min(spec.window - 1, state.longest)
+    return prefill_attention(
+        q, k, v, ring, state.lengths, positions, spec=spec, history=history, scale=scale, softcap=softcap, sinks=sinks
+    )
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """[B, H, n, D] -> [B * n, H, D], the tokens of a sequence together."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _as_stored(x: Tensor, spec: RingSpec) -> Tensor:
+    """Values as they will be read back from the ring. Not a cast there and back: Inductor would drop that."""
+    raw = records.RAW_DTYPES.get(spec.kv_format)
+    return x if raw == x.dtype else records.round_trip(x, spec.kv_format, spec.min_amax)
 
 
 def prefill_attention(
@@ -29,7 +77,7 @@ def prefill_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of new tokens that are not stored yet: storing first would overwrite the history that they see.
+    """`attend_new` in plain torch, a band of keys at a time.
 
     New keys and values take part as they will be read back from the ring, so any split of a prompt into chunks gives
     the same result.
@@ -50,7 +98,7 @@ def prefill_attention(
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
     batch = torch.arange(order.shape[0], device=order.device)[:, None]
     q, k, v = (x.transpose(1, 2)[batch, order] for x in (q, k, v))
-    keys, values = (records.round_trip(x, spec.kv_format, spec.min_amax) for x in (k, v))
+    keys, values = (_as_stored(x, spec) for x in (k, v))
     if history:
         past = start[:, None] - history + torch.arange(history, device=start.device)
         stored = ring[batch, past % spec.rows]

@@ -13,23 +13,21 @@ No Python number changes from step to step, so a compiled decode step compiles o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface
 
 from swa_inductor import api, records
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._geometry import LayerPlan, plan_layers
-from swa_inductor.integrations._prefill import prefill_attention
-from swa_inductor.spec import RingSpec
-
-IMPLEMENTATION = "swa_ring"
-"""Name of the attention implementation and of the mask function that belongs to it."""
+from swa_inductor.integrations._mask import IMPLEMENTATION, ring_positions
+from swa_inductor.integrations._prefill import attend_new, token_rows
+from swa_inductor.integrations._state import RingState
 
 _OTHER_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "position_bias", "indices", "block_indices", "sinks")
 """Arguments of attention functions that change what is computed, in ways rings do not serve."""
@@ -42,57 +40,14 @@ class NewKV(NamedTuple):
     k: Tensor
     v: Tensor
 
-
-class RingState:
-    """What the layers of a cache share: how far its sequences have come, in tensors that keep their address.
-
-    lengths: int64 [B], tokens of each sequence, padding not counted.
-    high_water: int64 [B], one more than the last position ever written.
-    columns: int64 [], tokens per sequence that the model was given, padding counted.
-    slots: int32 [B], 0 to B - 1.
-    limit: tokens that a sequence may hold, None for no limit.
-    shortest: the ring with the smallest window: as R = W + D in all of them, it is the first to lose what is needed.
-    """
-
-    def __init__(self, batch_size: int, limit: int | None, shortest: RingSpec, device: torch.device) -> None:
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.high_water = torch.zeros_like(self.lengths)
-        self.columns = torch.zeros((), dtype=torch.int64, device=device)
-        self.slots = torch.arange(batch_size, dtype=torch.int32, device=device)
-        self.limit, self.shortest = limit, shortest
-        for t in (self.lengths, self.high_water, self.columns, self.slots):
-            torch._dynamo.mark_static_address(t)
-
-    def intact(self, lengths: Tensor) -> Tensor:
-        """bool []: sequences of these lengths, int64 [B], can go on: no record that is still seen is overwritten."""
-        oldest = (lengths - self.shortest.window + 1).clamp(min=0)
-        return (oldest + self.shortest.rows >= self.high_water).all()
-
-    def begin(self, positions: Tensor) -> None:
-        """Check the new positions, int64 [B, q_len], -1 for padding, before the first layer writes.
-
-        They must go on from `lengths`, which a mask that was made for another forward does not, and stay below the
-        limit. The rings must be intact, which they may not be after a forward that broke off.
-        """
-        first = torch.where(positions >= 0, positions, self.lengths[:, None]).amin(1)
-        ok = (first == self.lengths).all() & self.intact(self.lengths)
-        if self.limit is not None:
-            ok = ok & (positions < self.limit).all()
-        _require_on_device(
-            ok,
-            "positions of the new tokens",
-            lambda: f"{first.tolist()} to {positions.amax(1).tolist()}",
-            lambda: (
-                f"from {self.lengths.tolist()} on, below max_length={self.limit}, in rings not overwritten since "
-                f"({self.high_water.tolist()} tokens written)"
-            ),
-        )
-        self.high_water.copy_(torch.maximum(self.high_water, positions.amax(1) + 1))
-
-    def advance(self, positions: Tensor) -> None:
-        """Count the new tokens, after the last layer."""
-        self.lengths.copy_(torch.maximum(self.lengths, positions.amax(1) + 1))
-        self.columns.add_(positions.shape[1])
+    def __getattr__(self, name: str) -> Any:
+        """Raise what says the cause, where another attention function takes this for a tensor."""
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            raise InvalidArgumentError(
+                f"attention implementation: got another one, which asks the keys of a RingCache for {name!r}; "
+                f"allowed: {IMPLEMENTATION!r}, which RingCache.from_model sets and use_stock takes back"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class RingLayer(CacheLayerMixin):
@@ -191,7 +146,7 @@ class RingCache(Cache):
             formats = {dtype: name for name, dtype in records.RAW_DTYPES.items()}
             require(model.dtype in formats, "kv_format", f"'auto' for a model in {model.dtype}", "an explicit format")
             kv_format = formats[model.dtype]
-        plans = plan_layers(model.config.get_text_config(decoder=True), max_length, tokens_per_step, kv_format)
+        plans = plan_layers(model, max_length, tokens_per_step, kv_format)
         limit = max_length if any(plan.bounded for plan in plans) else None
         shortest = min((plan.spec for plan in plans), key=lambda spec: spec.window)
         # Inference tensors could not be written outside of inference mode.
@@ -246,6 +201,67 @@ class RingCache(Cache):
         state.lengths.copy_(left)
         state.columns.sub_(remove)
 
+    def export_prefix(self, row: int) -> dict[str, Any]:
+        """Copy of one sequence on the host, with which `import_prefix` goes on in a RingCache of the same geometry.
+
+        It holds plain values and tensors, so `torch.save` and `torch.load(weights_only=True)` serve. Synchronises.
+
+        Args:
+            row: the sequence, 0 to B - 1.
+
+        Returns:
+            'geometry', the fields of the RingSpec of every layer; 'length', 'high_water' and 'columns' as in RingState;
+            'rings', for every layer the rows written so far, uint8 [min(R, high_water), H_kv, record_bytes].
+
+        Raises:
+            InvalidArgumentError: no such row.
+        """
+        self._check_row(row)
+        written = int(self.state.high_water[row])
+        return {
+            "geometry": self._geometry(),
+            "length": int(self.state.lengths[row]),
+            "high_water": written,
+            "columns": int(self.state.columns),
+            "rings": [layer.ring[row, : min(layer.spec.rows, written)].to("cpu", copy=True) for layer in self.layers],
+        }
+
+    def import_prefix(self, row: int, prefix: dict[str, Any]) -> None:
+        """Make sequence `row` the one that `export_prefix` copied, in place; the other sequences stay as they are.
+
+        The model must be the same one: that is not checked. Sequences that have come differently far take what padded
+        ones do, an `attention_mask`, as if all of them were padded to the longest, and `position_ids`.
+
+        Args:
+            row: the sequence, 0 to B - 1.
+            prefix: what `export_prefix` returned, of any row.
+
+        Raises:
+            InvalidArgumentError: no such row, or a prefix from a RingCache of another geometry, naming what differs.
+        """
+        self._check_row(row)
+        got, own = prefix["geometry"], self._geometry()
+        require(len(got) == len(own), "prefix layers", len(got), f"{len(own)}, those of this RingCache")
+        for index, (theirs, ours) in enumerate(zip(got, own, strict=True)):
+            differ = [name for name in ours if theirs.get(name) != ours[name]]
+            require(
+                not differ,
+                f"prefix geometry of layer {index}",
+                ", ".join(f"{name}={theirs.get(name)!r}" for name in differ),
+                ", ".join(f"{name}={ours[name]!r}" for name in differ) + ", as in this RingCache",
+            )
+        for layer, ring in zip(self.layers, prefix["rings"], strict=True):
+            layer.ring[row, : ring.shape[0]].copy_(ring)
+        self.state.lengths[row] = prefix["length"]
+        self.state.high_water[row] = prefix["high_water"]
+        self.state.columns.clamp_(min=prefix["columns"])
+
+    def _geometry(self) -> list[dict[str, Any]]:
+        return [asdict(layer.spec) for layer in self.layers]
+
+    def _check_row(self, row: int) -> None:
+        require(0 <= row < self.batch_size, "row", row, f"0 to {self.batch_size - 1}")
+
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError("a RingCache keeps its sequences in place: no beam search, no change of the batch")
 
@@ -279,85 +295,6 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
         raise UnsupportedError(f"{type(model).__name__} does not let its attention implementation be set")
     if implementation == IMPLEMENTATION != former:
         model._swa_former_implementation = former
-
-
-# ---------------------------------------------------------------------------------------------------- mask
-
-
-def ring_positions(
-    batch_size: int,
-    q_length: int,
-    kv_length: Tensor,
-    q_offset: Tensor,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> Tensor:
-    """The mask function: int64 [B, 1, 1, q_len], ring position of every new token, -1 for padding.
-
-    4-D, because transformers passes a 4-D mask on as it is, also where `generate` has prepared it beforehand.
-
-    Args:
-        kv_length: int64 [], columns of history and new tokens (`RingCache.get_mask_sizes`).
-        q_offset: int64 [B], tokens of each sequence so far (`RingCache.get_query_offset`).
-        attention_mask: bool [B, columns or more], False for padding.
-
-    Raises:
-        UnsupportedError: a mask that is not causal or sliding-window causal.
-        InvalidArgumentError: another cache or none, another batch size, or a padding mask that does not fit.
-    """
-    if not (isinstance(q_offset, Tensor) and q_offset.dim() == 1):
-        raise InvalidArgumentError(f"cache: got none or no RingCache; allowed: a RingCache, with {IMPLEMENTATION!r}")
-    # Overlays of the caller come with `use_vmap`, blocks as or_masks, and only bidirectional masks may be skipped so.
-    plain = mask_function is causal_mask_function or (local_size is not None and mask_function.__name__ == "and_mask")
-    if use_vmap or not plain or "allow_is_bidirectional_skip" in kwargs:
-        raise UnsupportedError(
-            "a mask that is not plainly causal or sliding (overlay, blocks, bidirectional): rings cannot serve it"
-        )
-    require(q_offset.shape[0] == batch_size, "batch size", batch_size, f"{q_offset.shape[0]}, that of the RingCache")
-    new = torch.arange(q_length, device=q_offset.device)
-    if attention_mask is None:
-        return (q_offset[:, None] + new)[:, None, None]
-    require(
-        attention_mask.dim() == 2 and attention_mask.shape[0] == batch_size,
-        "attention_mask shape",
-        tuple(attention_mask.shape),
-        f"[{batch_size}, tokens so far, the new ones included]",
-    )
-    start = kv_length - q_length
-    _check_padding(attention_mask, start, q_length, q_offset)
-    real = attention_mask.index_select(1, start + new)
-    return torch.where(real, q_offset[:, None] + real.cumsum(1) - 1, -1)[:, None, None]
-
-
-def _check_padding(mask: Tensor, start: Tensor, q_length: int, lengths: Tensor) -> None:
-    """A mask, bool [B, columns], reaches the last token, has the history as stored, and pads only at the ends."""
-    column = torch.arange(mask.shape[1], device=mask.device)
-    history = (mask & (column < start)).sum(1)
-    new = mask & (column >= start) & (column < start + q_length)
-    runs = (new.int().diff(dim=1, prepend=torch.zeros_like(new[:, :1], dtype=torch.int32)) > 0).sum(1)
-    _require_on_device(
-        (history == lengths).all() & (runs <= 1).all() & (start + q_length <= mask.shape[1]),
-        "attention_mask",
-        lambda: f"{mask.shape[1]} columns, {history.tolist()} tokens of history, {runs.tolist()} runs of new tokens",
-        lambda: f"{int(start) + q_length} columns or more, {lengths.tolist()} tokens of history, one run at most",
-    )
-
-
-def _require_on_device(ok: Tensor, name: str, got: Callable[[], str], allowed: Callable[[], str]) -> None:
-    """`require` for a condition that is a tensor: an assertion on the device where the host must not wait for it."""
-    if _may_sync(ok):
-        if not ok:
-            raise InvalidArgumentError(f"{name}: got {got()}; allowed: {allowed()}")
-    else:
-        torch._assert_async(ok, f"{name} of a RingCache is not allowed; run the forward uncompiled to see why")
-
-
-def _may_sync(t: Tensor) -> bool:
-    """Whether values may be read on the host: neither in a trace nor in a CUDA graph capture."""
-    return not torch.compiler.is_compiling() and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -399,9 +336,12 @@ def ring_attention(
         raise UnsupportedError("bidirectional attention")
     if dropout != 0 or (torch.is_grad_enabled() and query.requires_grad):
         raise UnsupportedError("training: a RingCache is for inference, under torch.no_grad() and without dropout")
-    if layer.is_sliding and sliding_window is not None:
-        window = min(sliding_window, spec.window) if layer.plan.bounded else sliding_window
-        require(window == spec.window, "sliding_window", sliding_window, f"{spec.window}, as in the config")
+    # The mask holds no window: what the module says, which is all that flash attention sees, must be what was planned.
+    if not layer.is_sliding:
+        require(sliding_window is None, "sliding_window", sliding_window, "None in a full-attention layer")
+    else:
+        seen = min(sliding_window or 0, spec.window) if layer.plan.bounded else sliding_window
+        require(seen == spec.window, "sliding_window", sliding_window, f"{spec.window}, as in the config")
     if any(kwargs.get(name) is not None for name in _OTHER_ATTENTION):
         raise UnsupportedError(f"attention with one of {', '.join(_OTHER_ATTENTION)}")
     positions = attention_mask[:, 0, 0]
@@ -411,23 +351,18 @@ def ring_attention(
     options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": s_aux}
     state_ids = torch.where(positions >= 0, state.slots[:, None], -1).flatten()
     if q_len <= spec.tokens_per_step:
-        api.store(_rows(k), _rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
-        rows = api.attention(_rows(query), layer.ring, state_ids, positions.flatten(), tokens_per_step=q_len, **options)
+        api.store(token_rows(k), token_rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
+        rows = api.attention(
+            token_rows(query), layer.ring, state_ids, positions.flatten(), tokens_per_step=q_len, **options
+        )
         assert isinstance(rows, Tensor)  # no lse was asked for
         out = rows.unflatten(0, (batch, q_len))
     else:
-        # At most window - 1 tokens are seen; on the host, a fresh prompt is known to have none.
-        history = min(spec.window - 1, int(state.lengths.max()) if _may_sync(query) else spec.window)
-        out = prefill_attention(query, k, v, layer.ring, state.lengths, positions, history=history, **options)
-        api.store(_rows(k), _rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
+        out = attend_new(query, k, v, layer.ring, state, state_ids, positions, **options)
+        api.store(token_rows(k), token_rows(v), layer.ring, state_ids, positions.flatten(), spec=spec)
     if layer.last:
         state.advance(positions)
     return out, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, H, q_len, D] -> [T, H, D], the tokens of a sequence together."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 AttentionInterface.register(IMPLEMENTATION, ring_attention)

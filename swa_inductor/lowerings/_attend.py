@@ -19,7 +19,8 @@ def config(rows: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes for `rows` query rows and vectors of `widest` values; nothing spills (ptxas, sm_80, sm_90, sm_100)."""
     if dtype == torch.float32:
         # No tensor cores at full precision: small tiles keep operands and accumulator in registers.
-        block_m, block_n, num_warps, num_stages = 16, 16 if widest > 128 else 32, 8 if widest > 128 else 4, 1
+        block_m, num_stages = 16, 1
+        block_n, num_warps = (16, 16) if widest > 256 else (16, 8) if widest > 128 else (32, 4)
     else:
         block_m = min(max(16, next_power_of_2(rows)), 64)  # a tensor-core tile has at least 16 rows
         if widest > 256:
@@ -29,6 +30,17 @@ def config(rows: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
         else:
             block_n, num_warps, num_stages = 64, 4, 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def prefill_config(widest: int, dtype: torch.dtype) -> dict[str, int]:
+    """As `config` for a kernel with two kinds of keys, which leave fewer registers: smaller tiles of keys.
+
+    On sm_90 nothing spills but at 512 values (8 words); elsewhere up to 56 words do (ptxas, 2026-11-30).
+    """
+    options = config(64, widest, dtype)
+    if dtype != torch.float32:
+        options["BLOCK_N"] = 16 if widest > 128 else 32
+    return options
 
 
 def token_tiles(groups: int, block_m: int) -> dict[str, int]:

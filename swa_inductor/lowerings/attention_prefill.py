@@ -37,7 +37,7 @@ def lower_cuda(
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
     v_head_dim = None if v is None else _inductor.int_of(v.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
-    options = _attend.config(64, vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
+    options = _attend.prefill_config(vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
     return _attend.launch(
         TEMPLATE,
         [x for x in (q, k, v, cache, state_ids, positions, q_starts, valid_start) if x is not None],

@@ -1,0 +1,144 @@
+"""How benchmarks measure: CUDA-graph replays over rotating inputs, and what is written down beside the figures."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+import swa_inductor
+
+ROTATE_BYTES = 150 << 20
+"""Inputs and outputs of one replay together: three times the L2 cache of an H200, so that they come from memory."""
+
+Inputs = tuple[Tensor | None, ...]
+
+
+def copies(bytes_per_call: int) -> int:
+    """Input sets to rotate over."""
+    return max(2, math.ceil(ROTATE_BYTES / bytes_per_call))
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` compiled for its next sizes alone, forgetting what was compiled before."""
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
+def microseconds(fn: Callable[..., Any], inputs: Sequence[Inputs], target_ms: float = 150.0) -> float:
+    """Median time of one call: a CUDA graph calls `fn` on each set of inputs, each call with outputs of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            fn(*inputs[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for args in inputs:
+            outputs.append(fn(*args))
+    for _ in range(3):
+        graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    replays = min(max(int(target_ms / max(start.elapsed_time(end), 1e-3)), 11), 200)
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(replays)]
+    for begin, finish in events:
+        begin.record()
+        graph.replay()
+        finish.record()
+    torch.cuda.synchronize()
+    median = statistics.median(begin.elapsed_time(finish) for begin, finish in events) * 1e3 / len(inputs)
+    del graph, outputs
+    return median
+
+
+def copy_bandwidth(size: int = 2 << 30) -> float:
+    """Bytes per second read and written by a large device copy."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    us = microseconds(lambda a, b: b.copy_(a), [(source, target)])
+    return 2 * size / us * 1e6
+
+
+def require_close(what: str, value: Tensor, exact: Tensor, limit: float) -> None:
+    """||value - exact|| <= limit * ||exact||, or the benchmark stops."""
+    error = float((value.double() - exact.double()).norm() / exact.double().norm())
+    if not error <= limit:
+        raise SystemExit(f"{what}: error {error:.2e}, allowed {limit:.0e}")
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def random_cache(spec: swa_inductor.RingSpec, slots: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A cache on the device in which every row holds the record of a random vector."""
+    cache = torch.empty(spec.cache_shape(slots), dtype=torch.uint8, device="cuda")
+    at = torch.arange(spec.rows, device="cuda").repeat(min(slots, 64))
+    for first in range(0, slots, 64):
+        count = min(64, slots - first)
+        ids = torch.arange(first, first + count, device="cuda", dtype=torch.int32).repeat_interleave(spec.rows)
+        k = torch.randn(len(ids), spec.num_kv_heads, spec.head_dim, device="cuda", dtype=dtype)
+        v = None
+        if spec.v_head_dim is not None:
+            v = torch.randn(*k.shape[:2], spec.v_head_dim, device="cuda", dtype=dtype)
+        swa_inductor.store(k, v, cache, ids, at[: len(ids)], spec=spec)
+    return cache
+
+
+def sequences(starts: Tensor, lens: int) -> tuple[Tensor, Tensor]:
+    """Positions int64 [B * lens] of `lens` tokens per sequence from `starts` [B], and the sequence of each token."""
+    positions = (starts[:, None] + torch.arange(lens, device=starts.device)).flatten()
+    return positions, torch.arange(len(starts), device=starts.device).repeat_interleave(lens)
+
+
+def report(name: str, run: Callable[[], list[dict[str, Any]]]) -> None:
+    """Command line of a benchmark: run it, print its rows as a table, write them with --json."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device")
+    torch.manual_seed(0)
+    rows = run()
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    table = [heads, *([_cell(row.get(key)) for key in heads] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
+    for line in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if args.json:
+        args.json.write_text(json.dumps({"benchmark": name, **_circumstances(), "rows": rows}, indent=1) + "\n")
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _circumstances() -> dict[str, Any]:
+    """What a figure means nothing without."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "swa_inductor": swa_inductor.__version__,
+        "commit": commit.stdout.strip() or None,
+        "unit": "microseconds unless named, median of CUDA-graph replays",
+    }

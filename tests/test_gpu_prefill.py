@@ -1,0 +1,230 @@
+"""Prefill and metadata ops as compiled kernels on the device, against the reference on the CPU (`pytest -m gpu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import (
+    BY_NAME,
+    CASES,
+    GATHER_ARGS,
+    PREFILL_ARGS,
+    STORE_ARGS,
+    Case,
+    cast_back_op,
+    decode_inputs,
+    gather_op,
+    index_op,
+    inlined_calls,
+    plain_pivots,
+    prefill_inputs,
+    prefill_op,
+    vectors,
+    workspace_op,
+)
+from numerics import assert_as_good_as, assert_same
+from test_attention_index import ring_index
+from test_attention_prefill import exact
+from test_contract import op_calls
+from test_gather import plain as plain_gather
+from test_gpu import to_gpu
+
+import swa_inductor as swa
+from swa_inductor import records, reference
+from swa_inductor.meta._library import OPS
+
+pytestmark = pytest.mark.gpu
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+MIXED = (1, 120, 0, 150, 29)  # 300 tokens of five sequences, decode and prefill
+LONG = (700,)
+
+
+def on_gpu(fn: Callable, args: list) -> tuple:
+    """Outputs, on the CPU, of the compiled function on copies of `args`; what it mutates is the last part."""
+    torch._dynamo.reset()
+    args = to_gpu(args)
+    out = torch.compile(fn, fullgraph=True)(*args)
+    out = out if isinstance(out, tuple) else (out,)
+    return tuple(None if t is None else t.cpu() for t in out), [a.cpu() if torch.is_tensor(a) else a for a in args]
+
+
+def judge(case: Case, got: tuple, want: tuple, plain: torch.Tensor, live: torch.Tensor) -> None:
+    """Attention (out, lse) against fp64, relative to the error of the plain computation in the input dtype."""
+    (out, lse), (exact_out, exact_lse) = got, want
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    assert not out[~live].any() and (lse[~live] == -torch.inf).all()
+    factor = 2.0 if case.dtype == torch.float32 else 1.0
+    assert_as_good_as(out[live], exact_out[live], plain[live].to(case.dtype), factor)
+    torch.testing.assert_close(lse[live].double(), exact_lse[live], rtol=1e-5, atol=5e-5)
+
+
+@every_case
+@pytest.mark.parametrize("seed", [21, 22])
+def test_store_cast_back(case: Case, seed: int) -> None:
+    x = decode_inputs(case, seed)
+    x["k"][3, 0, 5], x["k"][4, 0, 0] = float("nan"), float("inf")
+    args = [x[n] for n in STORE_ARGS]
+    got, (_, _, cache, *_) = on_gpu(cast_back_op(case), args)
+    want = cast_back_op(case)(*args)
+    assert_same(cache, x["cache"])
+    for value, expected in zip(got, want, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@every_case
+@pytest.mark.parametrize("seed", [21, 22])
+def test_gather(case: Case, seed: int) -> None:
+    x = prefill_inputs(case, seed)
+    (k, v), _ = on_gpu(gather_op(case), [x[n] for n in GATHER_ARGS])
+    want_k, want_v = plain_gather(case, x)
+    assert_same(k, want_k)
+    assert (v is None) == (want_v is None)
+    if want_v is not None:
+        assert_same(v, want_v)
+
+
+@every_case
+@pytest.mark.parametrize("q_lens", [(1, 7, 0, 40, 3), MIXED, LONG], ids=["small", "mixed", "long"])
+def test_attention_prefill(case: Case, q_lens: tuple) -> None:
+    x = prefill_inputs(case, 23, q_lens)
+    got, _ = on_gpu(prefill_op(case), [x[n] for n in PREFILL_ARGS])
+    judge(case, got, exact(case, x), exact(case, x, case.dtype)[0], x["state_ids"] >= 0)
+
+
+@every_case
+@pytest.mark.parametrize("q_lens", [(1, 7, 0, 40, 3), MIXED, LONG], ids=["small", "mixed", "long"])
+def test_attention_workspace(case: Case, q_lens: tuple) -> None:
+    """Gather, then attend over the workspace, in one compiled function: as the ring path."""
+    x = prefill_inputs(case, 24, q_lens)
+    pivots = plain_pivots(case, x)
+
+    def fn(q: torch.Tensor, pivots: torch.Tensor, sinks: torch.Tensor | None, *rest: torch.Tensor) -> tuple:
+        return workspace_op(case)(q, *gather_op(case)(*rest), pivots, sinks)
+
+    got, _ = on_gpu(fn, [x["q"], pivots, x["sinks"], *(x[n] for n in GATHER_ARGS)])
+    judge(case, got, exact(case, x), exact(case, x, case.dtype)[0], x["state_ids"] >= 0)
+
+
+@every_case
+def test_attention_index(case: Case) -> None:
+    x = decode_inputs(case, 25)
+    args = [x["q"], x["cache"], ring_index(case, x), x["sinks"]]
+    rest = (case.spec.head_dim**-0.5, case.spec.kv_format, case.spec.v_head_dim, case.softcap)
+    got, _ = on_gpu(index_op(case), args)
+    plain, _ = reference.attention_index(*args, *rest, case.dtype)
+    judge(case, got, reference.attention_index(*args, *rest, torch.float64), plain, x["state_ids"] >= 0)
+
+
+@every_case
+def test_metadata_ops(case: Case) -> None:
+    """decode_index, prefill_plan, prefill_index, ring_read_raw: bit-equal to eager CPU code."""
+    for fn, args in inlined_calls(case, decode_inputs(case, 26)).values():
+        want = fn(*args)
+        got, _ = on_gpu(fn, args)
+        for value, expected in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
+            assert_same(value, expected)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 129])
+def test_edge_sizes(name: str, tokens: int) -> None:
+    """F12: no tokens, one, an odd number, one more than a power of two."""
+    fn, args = op_calls(BY_NAME["gpt-oss"], tokens)[name]
+    got, mutated = on_gpu(fn, args)
+    want = fn(*args)
+    wanted = (*(want if isinstance(want, tuple) else (want,)), *args)
+    for value, expected in zip((*got, *mutated), wanted, strict=True):
+        torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+def seen_history(case: Case, x: dict) -> torch.Tensor:
+    """bool [slots, R]: ring rows that a query of the batch sees."""
+    seen = torch.zeros(case.slots, case.spec.rows, dtype=torch.bool)
+    for slot, p, start in zip(x["state_ids"].tolist(), x["positions"].tolist(), x["q_starts"].tolist(), strict=True):
+        if slot >= 0:
+            lo, n = case.spec.visible(p, 0 if x["lower"] is None else int(x["lower"][x["slots"] == slot][0]))
+            history = torch.arange(lo, lo + n)
+            seen[slot, history[history < start] % case.spec.rows] = True
+    return seen
+
+
+@pytest.mark.parametrize("name", ["v4", "gpt-oss", "mimo", "fp32-mxfp8", "window-1"])
+@pytest.mark.parametrize("poison", [0x7F, 0xFF])
+def test_poison(name: str, poison: int) -> None:
+    """A11, A13: ring rows that no query sees, padded queries and their keys hold NaN: bit-equal outputs."""
+    case = BY_NAME[name]
+    x = prefill_inputs(case, 27, MIXED)
+    clean, _ = on_gpu(prefill_op(case), [x[n] for n in PREFILL_ARGS])
+    y = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in x.items()}
+    y["cache"] = torch.where(seen_history(case, x)[..., None, None], x["cache"], poison).to(torch.uint8)
+    for n in ("q", "k", "v"):
+        if y[n] is not None:
+            y[n][x["state_ids"] < 0] = torch.nan
+    got, _ = on_gpu(prefill_op(case), [y[n] for n in PREFILL_ARGS])
+    for value, was in zip(got, clean, strict=True):
+        assert_same(value, was)
+
+
+@pytest.mark.parametrize("name", ["v4", "gpt-oss"])
+def test_any_split_of_a_prompt_gives_the_same(name: str) -> None:
+    """A4, A5: attend and store in one compiled function, 1 x 1000, 8 x 125, 1000 x 1: the bytes of an eager store."""
+    case = BY_NAME[name]
+    k, v, q = vectors(case, 1000, 28)
+    k, v = (None if t is None else records.round_trip(t, case.spec.kv_format, 1e-4) for t in (k, v))
+
+    def fn(q, k, v, cache, ids, at, starts):  # noqa: ANN001, ANN202
+        out = swa.attention_prefill(q, k, v, cache, ids, at, starts, spec=case.spec)
+        swa.store(k, v, cache, ids, at, spec=case.spec)
+        return out
+
+    torch._dynamo.reset()
+    step = torch.compile(fn, fullgraph=True)
+    whole = torch.full(case.spec.cache_shape(2), 0x7F, dtype=torch.uint8)
+    ids, at = torch.ones(1000, dtype=torch.int32), torch.arange(1000)
+    swa.store(k, v, whole, ids, at, spec=case.spec)
+    tokens = to_gpu([q, k, v])
+    meta = to_gpu([ids, at])
+    first = None
+    for size in (1000, 125, 1):
+        cache = torch.full(case.spec.cache_shape(2), 0x7F, dtype=torch.uint8, device="cuda")
+        outs = []
+        for begin in range(0, 1000, size):
+            part = slice(begin, begin + size)
+            starts = torch.full((size,), begin, device="cuda")
+            outs.append(
+                step(
+                    *(None if t is None else t[part].clone() for t in tokens),
+                    cache,
+                    *(t[part].clone() for t in meta),
+                    starts,
+                )
+            )
+        out = torch.cat(outs)
+        assert_same(cache.cpu(), whole)
+        first = out if first is None else first
+        torch.testing.assert_close(out, first, rtol=8e-3, atol=2e-3)
+
+
+def test_same_every_time() -> None:
+    """A4: a prefill of more than R tokens, 20 times: the same bytes and outputs."""
+    case = BY_NAME["v4"]
+    x = prefill_inputs(case, 29, LONG)
+    args = to_gpu([x[n] for n in PREFILL_ARGS])
+
+    def fn(q, k, v, cache, *meta):  # noqa: ANN001, ANN202
+        out = prefill_op(case)(q, k, v, cache, *meta)
+        swa.store(k, v, cache, *meta[:2], spec=case.spec)
+        return out
+
+    torch._dynamo.reset()
+    step = torch.compile(fn, fullgraph=True)
+    runs = []
+    for _ in range(20):
+        cache = args[3].clone()
+        runs.append((*step(*args[:3], cache, *args[4:]), cache))
+    for run in runs[1:]:
+        for value, was in zip(run, runs[0], strict=True):
+            assert_same(value, was)
