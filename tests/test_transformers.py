@@ -2,124 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", minversion="5.17")
-
-from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import (
-    Cohere2Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    MistralConfig,
-    Olmo3Config,
-    PreTrainedModel,
+from ring_models import (
+    CONFIGS,
+    assert_greedy,
+    decode,
+    forward,
+    make_cache,
+    make_model,
+    prompt,
+    small_runs,  # noqa: F401  a fixture
+    stock_logits,
 )
-from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
-from transformers.models.auto import AutoModelForCausalLM
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from swa_inductor import InvalidArgumentError, UnsupportedError
-from swa_inductor.integrations.transformers import IMPLEMENTATION, RingCache, cache_kwarg, use_stock
-
-WINDOW, VOCAB = 16, 61
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "sliding_window": WINDOW,
-    # Large weights: with the usual ones the output hardly depends on attention, and no test could fail.
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": 1,
-}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-CONFIGS = {
-    "gemma3": lambda: Gemma3TextConfig(**SMALL, layer_types=MIXED, query_pre_attn_scalar=64),
-    "gemma2": lambda: Gemma2Config(
-        **SMALL, layer_types=MIXED, query_pre_attn_scalar=16, attn_logit_softcapping=2.0, final_logit_softcapping=30.0
-    ),
-    "gpt_oss": lambda: GptOssConfig(**SMALL, layer_types=MIXED, num_local_experts=2, num_experts_per_tok=1),
-    "mistral": lambda: MistralConfig(**SMALL),
-    "olmo3": lambda: Olmo3Config(**SMALL, layer_types=MIXED),
-    "cohere2": lambda: Cohere2Config(**SMALL, layer_types=MIXED),
-}
-
-
-@pytest.fixture(autouse=True)
-def small_runs():
-    """Tiny tensors: threads only get in each other's way. Compiled code of another test would count as a recompile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
-
-
-def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers: int = 3) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    config.num_hidden_layers = layers
-    if name != "mistral":
-        config.layer_types = MIXED[:layers]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
-    return model.requires_grad_(False)
-
-
-def make_cache(model, **kwargs):
-    """A RingCache full of NaN, in every format: nothing may be read before it is written."""
-    cache = RingCache.from_model(model, **kwargs)
-    for layer in cache.layers:
-        layer.ring.fill_(0xFF)
-    return cache
-
-
-def prompt(batch: int, length: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def forward(model, cache, ids, **kwargs):
-    """Logits [B, q_len, V] of new tokens."""
-    return model(input_ids=ids, **{cache_kwarg(model): cache}, **kwargs).logits
-
-
-def decode(step, logits, steps):
-    """Greedy tokens [B, steps + 1], the first one from `logits`, and the logits [B, steps + 1, V] that chose them."""
-    chosen, tokens = [logits[:, -1:]], [logits[:, -1:].argmax(-1)]
-    for _ in range(steps):
-        chosen.append(step(tokens[-1]))
-        tokens.append(chosen[-1].argmax(-1))
-    return torch.cat(tokens, 1), torch.cat(chosen, 1)
-
-
-def stock_logits(model, ids, **kwargs):
-    """Logits of stock eager attention over whole sequences, without a cache."""
-    ring = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        return model(input_ids=ids, use_cache=False, **kwargs).logits
-    finally:
-        model.set_attn_implementation(ring)
-
-
-def assert_greedy(model, ids, tokens, logits):
-    """`tokens`, chosen by `logits` after the prompt `ids`, are the greedy tokens of stock eager attention."""
-    expected = stock_logits(model, torch.cat([ids, tokens], 1))[:, ids.shape[1] - 1 : -1]
-    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
-    assert torch.equal(tokens, expected.argmax(-1))
-
+from swa_inductor import InvalidArgumentError, api, records
+from swa_inductor.integrations.transformers import cache_kwarg
 
 # ---------------------------------------------------------------------------------------------------- decoding
 
@@ -131,6 +30,29 @@ def test_greedy_tokens_are_those_of_stock_eager(name):
     tokens, logits = decode(lambda t: forward(model, cache, t), forward(model, cache, ids), 44)
     assert_greedy(model, ids, tokens, logits)
     assert cache.get_seq_length().item() == 84
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("mimo_v2_flash", [(4, 32, 16), (2, 32, 16), (4, 32, 16)]), ("gemma4", [(1, 64, 64), (2, 32, 32), (1, 64, 64)])],
+)
+def test_heads_are_those_of_the_attention_modules(name, heads):
+    cache = make_cache(make_model(name), batch_size=1, max_length=40)
+    specs = [layer.spec for layer in cache.layers]
+    assert [(spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for spec in specs] == heads
+
+
+def test_an_eager_prefill_waits_for_the_device_once_not_in_every_layer(monkeypatch):
+    reads, to_int = [], torch.Tensor.__int__
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda t: (reads.append(1), to_int(t))[1])
+    monkeypatch.setattr(api, "store", lambda *args, **kwargs: None)  # on the CPU it reads what it checks
+    for layers in (1, 3):
+        model = make_model("mistral", layers=layers)
+        cache = make_cache(model, batch_size=2, max_length=100)
+        for longest in (0, 20):
+            reads.clear()
+            forward(model, cache, prompt(2, 20))
+            assert cache.state.longest == longest and len(reads) == 1
 
 
 @pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 33], [20, 3, 1, 4, 12], [4] * 10, [3, 37]])
@@ -234,6 +156,49 @@ def test_compiled_forward_serves_prompt_steps_and_padding_masks():
         compiled(ids[:, :1], mask)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "kv_format", "backend"),
+    [
+        ("gemma3", 1, "mxfp8", "inductor"),
+        ("gemma3", 2, "mxfp8", "aot_eager"),
+        ("gpt_oss", 2, "bf16", "aot_eager"),
+        ("mimo_v2_flash", 2, "fp32", "aot_eager"),
+    ],
+)
+def test_compiled_prefill_is_the_eager_one(name, layers, kv_format, backend):
+    """Two ways to compute it: the op in a trace, a band of keys in eager mode. Chunks; one is padded on the left."""
+    model, ids = make_model(name, layers=layers), prompt(2, 55)
+    eager, traced = (make_cache(model, batch_size=2, max_length=64, kv_format=kv_format) for _ in range(2))
+    mask = torch.ones(2, 64, dtype=torch.int64)
+    mask[1, :9] = 0
+
+    def uncompiled(tokens):
+        return forward(model, eager, tokens, attention_mask=mask)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def compiled(tokens):
+        return forward(model, traced, tokens, attention_mask=mask)
+
+    start = 0
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for part in map(torch.clone, ids.split([24, 9, 20, 2], 1)):
+            real = mask[:, start : start + part.shape[1]].bool()
+            torch._dynamo.mark_dynamic(part, 1)  # one graph for chunks of all lengths
+            wanted, logits = (f(part)[real] for f in (uncompiled, compiled))
+            torch.testing.assert_close(logits, wanted, atol=2e-3, rtol=1e-3)
+            assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+            start += part.shape[1]
+    assert torch.equal(traced.layers[0].ring, eager.layers[0].ring)
+    for a, b in zip(traced.layers, eager.layers, strict=True):  # deeper layers store what differs by rounding
+        spec = a.spec
+        for x, y in zip(
+            records.decode_record(a.ring, kv_format, spec.head_dim, spec.v_head_dim),
+            records.decode_record(b.ring, kv_format, spec.head_dim, spec.v_head_dim),
+            strict=True,
+        ):
+            torch.testing.assert_close(x, y, atol=2e-3, rtol=0.13, equal_nan=True)
+
+
 # ---------------------------------------------------------------------------------------------------- generate
 
 
@@ -318,163 +283,3 @@ def test_forward_after_one_that_broke_off_is_exact_or_refused():
         forward(model, cache, ids[:, 31:32])
     cache.reset()
     torch.testing.assert_close(forward(model, cache, ids), stock_logits(model, ids), atol=2e-3, rtol=1e-3)
-
-
-# ---------------------------------------------------------------------------------------------------- limits
-
-
-def test_no_sequence_outgrows_max_length():
-    model, ids = make_model(), prompt(2, 32)
-    cache = make_cache(model, batch_size=2, max_length=32)
-    assert cache.get_max_length() == 32
-    forward(model, cache, ids)
-    before = [layer.ring.clone() for layer in cache.layers]
-    with pytest.raises(InvalidArgumentError, match=r"\[32, 32\] to \[32, 32\].*below max_length=32"):
-        forward(model, cache, ids[:, :1])
-    assert all(torch.equal(layer.ring, ring) for layer, ring in zip(cache.layers, before, strict=True))
-    cache.reset()
-    with pytest.raises(InvalidArgumentError, match=r"to \[39, 39\].*below max_length=32"):
-        forward(model, cache, prompt(2, 40))
-
-
-def test_sliding_layers_alone_have_no_limit():
-    model, ids = make_model("mistral"), prompt(1, 50)
-    cache = make_cache(model, batch_size=1, max_length=20)
-    assert cache.get_max_length() == -1
-    logits = torch.cat([forward(model, cache, part) for part in ids.split([30, 1, 19], 1)], 1)
-    torch.testing.assert_close(logits, stock_logits(model, ids), atol=2e-3, rtol=1e-3)
-    short = make_cache(model, batch_size=1, max_length=10)  # below the window: the window is cut
-    assert (short.get_max_length(), short.layers[0].spec.window) == (10, 10)
-    torch.testing.assert_close(forward(model, short, ids[:, :10]), logits[:, :10], atol=2e-3, rtol=1e-3)
-    with pytest.raises(InvalidArgumentError, match="max_length=10"):
-        forward(model, short, ids[:, :1])
-
-
-def test_cache_bytes_and_layers():
-    model = make_model()
-    rows, record = {"sliding_attention": WINDOW + 2, "full_attention": 50 + 2}, 2 * (32 + 1)
-    cache = make_cache(model, batch_size=3, max_length=50, tokens_per_step=2, kv_format="mxfp8")
-    assert cache.cache_bytes == sum(3 * rows[layer_type] * 2 * record for layer_type in MIXED)
-    assert cache.is_sliding == [True, False, True]
-    assert cache.is_compileable and cache.batch_size == 3 and len(cache) == 3
-
-
-# ---------------------------------------------------------------------------------------------------- refusals
-
-
-def test_other_caches_and_batches_are_refused():
-    model, ids = make_model(), prompt(2, 20)
-    cache = make_cache(model, batch_size=2, max_length=50)
-    for wrong in (None, DynamicCache(config=model.config)):
-        with pytest.raises(InvalidArgumentError, match="RingCache"):
-            forward(model, wrong, ids, use_cache=wrong is not None)
-        positions = torch.arange(20).expand(2, 1, 1, 20)  # a prepared mask goes past the mask function
-        with pytest.raises(InvalidArgumentError, match="RingCache"):
-            forward(model, wrong, ids, attention_mask=dict.fromkeys(MIXED, positions), use_cache=wrong is not None)
-    for wrong in (prompt(1, 20), prompt(3, 20)):
-        with pytest.raises(InvalidArgumentError, match="batch size"):
-            forward(model, cache, wrong)
-    for call in (cache.reorder_cache, cache.batch_repeat_interleave, cache.batch_select_indices):
-        with pytest.raises(UnsupportedError, match="beam search"):
-            call(torch.tensor([0]))
-    with pytest.raises(UnsupportedError, match="RingCache"):
-        cache.layers[0].reset()
-    use_stock(model)
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(Exception):  # noqa: B017  whatever stock attention says to a NewKV
-        forward(model, cache, ids)
-    assert cache.state.lengths.tolist() == [0, 0]
-    use_stock(model)  # twice is no harm
-    torch.testing.assert_close(model(input_ids=ids).logits, stock_logits(model, ids))
-    make_cache(model, batch_size=2, max_length=50)
-    make_cache(model, batch_size=1, max_length=50)
-    assert model.config._attn_implementation == IMPLEMENTATION
-    use_stock(model)
-    assert model.config._attn_implementation == "eager"
-
-
-def test_no_mask_is_lost():
-    model, ids = make_model(), prompt(2, 20)
-    cache = make_cache(model, batch_size=2, max_length=50)
-    forward(model, cache, ids)
-    name = next(n for n in inspect.signature(create_causal_mask).parameters if n in ("cache", "past_key_values"))
-    args = {"config": model.config, "inputs_embeds": torch.empty(2, 3, 0), "attention_mask": None, name: cache}
-    for create in (create_causal_mask, create_sliding_window_causal_mask):
-        assert create(**args).tolist() == [[[[20, 21, 22]]]] * 2
-        for overlay in ("or_mask_function", "and_mask_function"):
-            with pytest.raises(UnsupportedError, match="overlay"):
-                create(**args, **{overlay: lambda b, h, q, k: q >= k})
-        with pytest.raises(UnsupportedError, match="blocks"):
-            create(**args, block_sequence_ids=torch.zeros(2, 3, dtype=torch.int64))
-        packed = {**args, name: None, "position_ids": torch.tensor([[0, 1, 0]] * 2)}
-        with pytest.raises(InvalidArgumentError, match="RingCache"):
-            create(**packed)
-    with pytest.raises(UnsupportedError, match="bidirectional"):
-        create_bidirectional_mask(**args)
-    for custom in (torch.ones(2, 1, 1, 21, dtype=torch.bool), torch.full((2, 1, 1, 1), 20.0)):
-        with pytest.raises(UnsupportedError, match="4-D mask"):
-            forward(model, cache, ids[:, :1], attention_mask=custom)
-    stale = create_causal_mask(**{**args, "inputs_embeds": torch.empty(2, 1, 0)})
-    forward(model, cache, ids[:, :1], attention_mask={"full_attention": stale, "sliding_attention": stale})
-    with pytest.raises(InvalidArgumentError, match=r"from \[21, 21\] on"):
-        forward(model, cache, ids[:, :1], attention_mask={"full_attention": stale, "sliding_attention": stale})
-
-
-def test_padding_masks_that_do_not_fit_are_refused():
-    model, ids = make_model(), prompt(2, 20)
-    cache = make_cache(model, batch_size=2, max_length=50)
-    holes = torch.ones(2, 20, dtype=torch.int64)
-    holes[1, 7] = 0
-    narrow, forgets = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 23, dtype=torch.int64)
-    forgets[0, 4] = 0
-    with pytest.raises(InvalidArgumentError, match="one run"):
-        forward(model, cache, ids, attention_mask=holes)
-    forward(model, cache, ids)
-    with pytest.raises(InvalidArgumentError, match="3 columns.*23 columns or more"):
-        forward(model, cache, ids[:, :3], attention_mask=narrow)
-    with pytest.raises(InvalidArgumentError, match=r"\[19, 20\] tokens of history.*\[20, 20\] tokens of history"):
-        forward(model, cache, ids[:, :3], attention_mask=forgets)
-    with pytest.raises(InvalidArgumentError, match="attention_mask shape"):
-        forward(model, cache, ids[:, :1], attention_mask=torch.ones(1, 21, dtype=torch.int64))
-
-
-def test_training_is_refused():
-    model, ids = make_model().requires_grad_(True), prompt(2, 20)
-    cache = make_cache(model, batch_size=2, max_length=50)
-    with pytest.raises(UnsupportedError, match="inference"):
-        forward(model, cache, ids)
-    with torch.inference_mode():
-        forward(model, cache, ids)
-    with torch.no_grad():
-        forward(model, cache, ids[:, :1])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"layer_types": ["sliding_attention", "linear_attention", "full_attention"]}, "layer 1 is 'linear_attention'"),
-        ({"layer_types": ["chunked_attention"] * 3}, "layer 0 is 'chunked_attention'"),
-        ({"layer_types": ["compressed_sparse_attention"] * 3}, "compressed_sparse_attention"),
-        ({"num_kv_shared_layers": 1}, "share"),
-        ({"kv_lora_rank": 8}, "latent"),
-        ({"use_bidirectional_attention": True}, "bidirectional"),
-        ({"is_causal": False}, "bidirectional"),
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
-    ],
-)
-def test_models_that_rings_cannot_serve_are_refused(change, reason):
-    model = make_model()
-    for name, value in change.items():
-        model.config.__dict__[name] = value
-    with pytest.raises(UnsupportedError, match=reason):
-        make_cache(model, batch_size=1, max_length=50)
-    assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"max_length": 0}, {"tokens_per_step": 0}, {"kv_format": "int3"}, {"max_length": 2.5}]
-)
-def test_wrong_arguments_are_refused(wrong):
-    model = make_model()
-    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
-        make_cache(model, **{"batch_size": 1, "max_length": 50, **wrong})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,11 +15,28 @@ IMPLEMENTATION = "swa_ring"
 """Name of the attention implementation and of the mask function that belongs to it."""
 
 
+class QueryOffset(NamedTuple):
+    """Ring position of the next token of each sequence, int64 [B]. Not a tensor, so that no other mask can use it."""
+
+    lengths: Tensor
+
+    def __radd__(self, other: Any) -> NoReturn:
+        raise_other_implementation("query offset")
+
+
+def raise_other_implementation(what: str) -> NoReturn:
+    """Raise what says the cause, where the code of another attention implementation was given a RingCache."""
+    raise InvalidArgumentError(
+        f"attention implementation: got another one, which took the {what} of a RingCache for its own; "
+        f"allowed: {IMPLEMENTATION!r}, which RingCache.from_model sets and use_stock takes back"
+    )
+
+
 def ring_positions(
     batch_size: int,
     q_length: int,
     kv_length: Tensor,
-    q_offset: Tensor,
+    q_offset: QueryOffset,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
@@ -32,14 +49,14 @@ def ring_positions(
 
     Args:
         kv_length: int64 [], columns of history and new tokens (`RingCache.get_mask_sizes`).
-        q_offset: int64 [B], tokens of each sequence so far (`RingCache.get_query_offset`).
+        q_offset: tokens of each sequence so far (`RingCache.get_query_offset`).
         attention_mask: bool [B, columns or more], False for padding.
 
     Raises:
         UnsupportedError: a mask that is not causal or sliding-window causal.
         InvalidArgumentError: another cache or none, another batch size, or a padding mask that does not fit.
     """
-    if not (isinstance(q_offset, Tensor) and q_offset.dim() == 1):
+    if not isinstance(q_offset, QueryOffset):
         raise InvalidArgumentError(f"cache: got none or no RingCache; allowed: a RingCache, with {IMPLEMENTATION!r}")
     # Overlays of the caller come with `use_vmap`, blocks as or_masks, and only bidirectional masks may be skipped so.
     plain = mask_function is causal_mask_function or (local_size is not None and mask_function.__name__ == "and_mask")
@@ -47,20 +64,21 @@ def ring_positions(
         raise UnsupportedError(
             "a mask that is not plainly causal or sliding (overlay, blocks, bidirectional): rings cannot serve it"
         )
-    require(q_offset.shape[0] == batch_size, "batch size", batch_size, f"{q_offset.shape[0]}, that of the RingCache")
-    new = torch.arange(q_length, device=q_offset.device)
+    lengths = q_offset.lengths
+    require(lengths.shape[0] == batch_size, "batch size", batch_size, f"{lengths.shape[0]}, that of the RingCache")
+    new = torch.arange(q_length, device=lengths.device)
     if attention_mask is None:
-        return (q_offset[:, None] + new)[:, None, None]
+        return (lengths[:, None] + new)[:, None, None]
     require(
         attention_mask.dim() == 2 and attention_mask.shape[0] == batch_size,
         "attention_mask shape",
         tuple(attention_mask.shape),
-        f"[{batch_size}, tokens so far, the new ones included]",
+        f"[{lengths.shape[0]}, tokens so far, the new ones included]",
     )
     start = kv_length - q_length
-    _check_padding(attention_mask, start, q_length, q_offset)
+    _check_padding(attention_mask, start, q_length, lengths)
     real = attention_mask.index_select(1, start + new)
-    return torch.where(real, q_offset[:, None] + real.cumsum(1) - 1, -1)[:, None, None]
+    return torch.where(real, lengths[:, None] + real.cumsum(1) - 1, -1)[:, None, None]
 
 
 def _check_padding(mask: Tensor, start: Tensor, q_length: int, lengths: Tensor) -> None:

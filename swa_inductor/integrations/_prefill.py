@@ -38,12 +38,15 @@ def attend_new(
     """
     if torch.compiler.is_compiling():
         # One kernel, and one graph for prompts of any length. Eager code of the op gathers W keys for every token.
-        k_back, v_back = _as_stored(token_rows(k), spec), _as_stored(token_rows(v), spec)
+        at = positions.flatten()
+        new: tuple[Tensor, Tensor | None] = (token_rows(k), token_rows(v))
+        if records.RAW_DTYPES.get(spec.kv_format) != k.dtype:
+            # As they will be read back. Writes nothing: no token has a slot.
+            nowhere = torch.full_like(state_ids, -1)
+            new = api.store_cast_back(*new, ring, nowhere, at, spec=spec)
         starts = state.lengths[:, None].expand(positions.shape).flatten()
         options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": sinks}
-        rows = api.attention_prefill(
-            token_rows(q), k_back, v_back, ring, state_ids, positions.flatten(), starts, **options
-        )
+        rows = api.attention_prefill(token_rows(q), *new, ring, state_ids, at, starts, **options)
         assert isinstance(rows, Tensor)  # no lse was asked for
         return rows.unflatten(0, positions.shape)
     history = spec.window - 1 if state.longest is None else min(spec.window - 1, state.longest)
@@ -55,12 +58,6 @@ def attend_new(
 def token_rows(x: Tensor) -> Tensor:
     """[B, H, n, D] -> [B * n, H, D], the tokens of a sequence together."""
     return x.transpose(1, 2).flatten(0, 1)
-
-
-def _as_stored(x: Tensor, spec: RingSpec) -> Tensor:
-    """Values as they will be read back from the ring. Not a cast there and back: Inductor would drop that."""
-    raw = records.RAW_DTYPES.get(spec.kv_format)
-    return x if raw == x.dtype else records.round_trip(x, spec.kv_format, spec.min_amax)
 
 
 def prefill_attention(
@@ -98,7 +95,7 @@ def prefill_attention(
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
     batch = torch.arange(order.shape[0], device=order.device)[:, None]
     q, k, v = (x.transpose(1, 2)[batch, order] for x in (q, k, v))
-    keys, values = (_as_stored(x, spec) for x in (k, v))
+    keys, values = (records.round_trip(x, spec.kv_format, spec.min_amax) for x in (k, v))
     if history:
         past = start[:, None] - history + torch.arange(history, device=start.device)
         stored = ring[batch, past % spec.rows]

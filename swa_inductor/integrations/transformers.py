@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from swa_inductor import api, records
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._geometry import LayerPlan, plan_layers
-from swa_inductor.integrations._mask import IMPLEMENTATION, ring_positions
+from swa_inductor.integrations._mask import IMPLEMENTATION, QueryOffset, raise_other_implementation, ring_positions
 from swa_inductor.integrations._prefill import attend_new, token_rows
 from swa_inductor.integrations._state import RingState
 
@@ -43,10 +43,7 @@ class NewKV(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         """Raise what says the cause, where another attention function takes this for a tensor."""
         if hasattr(Tensor, name) and not name.startswith("_"):
-            raise InvalidArgumentError(
-                f"attention implementation: got another one, which asks the keys of a RingCache for {name!r}; "
-                f"allowed: {IMPLEMENTATION!r}, which RingCache.from_model sets and use_stock takes back"
-            )
+            raise_other_implementation(f"{name!r} of the keys or values")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -162,9 +159,9 @@ class RingCache(Cache):
         """Bytes allocated for the rings."""
         return sum(layer.ring.numel() for layer in self.layers)
 
-    def get_query_offset(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
-        """int64 [B]: ring position of the next token of each sequence; transformers hands it to `ring_positions`."""
-        return self.state.lengths
+    def get_query_offset(self, layer_idx: int = 0) -> QueryOffset:  # type: ignore[override]
+        """Ring position of the next token of each sequence; transformers hands it to `ring_positions`."""
+        return QueryOffset(self.state.lengths)
 
     def reset(self) -> None:
         """Forget all sequences, in place. The rings keep their bytes, which nothing reads any more."""
