@@ -61,7 +61,7 @@ def prefill_plan(
     num_slots: int,
     num_tokens: int,
     valid_start: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Load plan and pivots of a prefill batch, from lengths that only the device knows.
 
     The workspace of the batch is section 1, W history rows per sequence (`q_start - W` up, also for a sequence without
@@ -85,6 +85,7 @@ def prefill_plan(
             in section 1, the second in section 2; zeros for a padded token.
         token_state_ids: int32 [T], slot of each token; -1 for a padded one.
         token_positions: int64 [T]; 0 for a padded token.
+        token_q_starts: int64 [T], position of the first new token of each token's sequence; 0 for a padded token.
         token_valid_start: int32 [T], at least 0; 0 for a padded token.
 
     Raises:

@@ -140,6 +140,7 @@ class PrefillMetadata:
         pivots: int32 [T, 4], visible workspace rows of each token, see `prefill_plan`.
         state_ids: int32 [T], slot of each token.
         positions: int64 [T].
+        q_starts: int64 [T], position of the first new token of each token's sequence, as `attention_prefill` takes it.
         valid_start: int32 [T], first position that may be read, at least 0.
     """
 
@@ -147,6 +148,7 @@ class PrefillMetadata:
     pivots: Tensor
     state_ids: Tensor
     positions: Tensor
+    q_starts: Tensor
     valid_start: Tensor
 
     @classmethod
@@ -185,7 +187,7 @@ class PrefillMetadata:
         check_sequences(num_slots, given, state_ids, q_lens, k_lens, valid_start)
         total = _host_rows(num_tokens, given)
         segments: list[list[list[int]]] = []
-        tokens: list[tuple[list[int], int, int, int]] = []
+        tokens: list[tuple[list[int], int, int, int, int]] = []
         for i, slot in enumerate(state_ids):
             start = max(valid_start[i], 0) if valid_start is not None else 0
             if slot < 0:
@@ -200,14 +202,15 @@ class PrefillMetadata:
                 lo, n = spec.visible(p, start)
                 old = max(q_start - lo, 0)  # visible keys that are history: the last of the W rows of section 1
                 pivot = [(i + 1) * w - old, old, sec2 + j + 1 - (n - old), n - old]
-                tokens.append((pivot, slot, p, start))
+                tokens.append((pivot, slot, p, q_start, start))
         tokens += [_PADDED_TOKEN] * (total - given)
-        pivots, slots, at, starts = ([token[i] for token in tokens] for i in range(4))
+        pivots, slots, at, q_starts, starts = ([token[i] for token in tokens] for i in range(5))
         return cls(
             _tensor(segments, torch.int32, device, 3, 4),
             _tensor(pivots, torch.int32, device, 4),
             _tensor(slots, torch.int32, device),
             _tensor(at, torch.int64, device),
+            _tensor(q_starts, torch.int64, device),
             _tensor(starts, torch.int32, device),
         )
 
@@ -238,7 +241,7 @@ class PrefillMetadata:
 
 
 _UNUSED = [-1, 0, 0, 0]
-_PADDED_TOKEN: tuple[list[int], int, int, int] = ([0, 0, 0, 0], -1, 0, 0)
+_PADDED_TOKEN: tuple[list[int], int, int, int, int] = ([0, 0, 0, 0], -1, 0, 0, 0)
 
 
 def _segments_of(spec: RingSpec, slot: int, q_start: int, start: int, dst: int) -> list[list[int]]:

@@ -58,7 +58,7 @@ def prefill_plan(
     window: int,
     ring_rows: int,
     num_slots: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Segments, pivots and the metadata of each token (api.prefill_plan); `token` is arange(T), int64."""
     seq = torch.arange(state_ids.shape[0], device=state_ids.device)
     length = q_lens.long().clamp(min=0)
@@ -102,8 +102,8 @@ def _tokens(
     first: Tensor,
     history_rows: int,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pivots [T, 4], slot, position and valid_start of each token, from what its sequence `owner` has."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Pivots [T, 4], slot, position, q_start and valid_start of each token, from what its sequence `owner` has."""
     live = slot >= 0
     j = token - begin
     pos = q_start + j
@@ -115,6 +115,7 @@ def _tokens(
         torch.where(live[:, None], pivots, 0).int(),
         slot.int(),
         torch.where(live, pos, 0),
+        torch.where(live, q_start, 0),
         torch.where(live, first, 0).int(),
     )
 

@@ -11,7 +11,7 @@ from swa_inductor.meta._library import define
 SCHEMA = (
     "prefill_plan(Tensor state_ids, Tensor q_lens, Tensor k_lens, Tensor? valid_start=None, *, SymInt num_tokens, "
     "int window, int ring_rows, int num_slots) -> (Tensor segments, Tensor pivots, Tensor token_state_ids, "
-    "Tensor token_positions, Tensor token_valid_start)"
+    "Tensor token_positions, Tensor token_q_starts, Tensor token_valid_start)"
 )
 
 
@@ -25,12 +25,13 @@ def fake(
     window: int,
     ring_rows: int,
     num_slots: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     checks.check_prefill_plan(state_ids, q_lens, k_lens, valid_start, num_tokens, window, ring_rows, num_slots)
     return (
         state_ids.new_empty((state_ids.shape[0], 3, 4)),
         state_ids.new_empty((num_tokens, 4)),
         state_ids.new_empty(num_tokens),
+        state_ids.new_empty(num_tokens, dtype=torch.int64),
         state_ids.new_empty(num_tokens, dtype=torch.int64),
         state_ids.new_empty(num_tokens),
     )
@@ -46,7 +47,7 @@ def eager(
     window: int,
     ring_rows: int,
     num_slots: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     checks.check_prefill_plan(state_ids, q_lens, k_lens, valid_start, num_tokens, window, ring_rows, num_slots)
     if checks.readable(state_ids):
         starts = None if valid_start is None else valid_start.tolist()

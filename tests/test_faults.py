@@ -1,0 +1,236 @@
+"""Faults that other projects have had, with their own inputs, where no test of an op holds them already.
+
+Faults of the ring and the window have ids A1 and up, of the records B1 and up. A test names those that it guards
+against in its docstring; the last test here asks for every one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import BY_NAME, Case, gather_op, prefill_op, store_op, vectors
+from numerics import assert_same
+
+import swa_inductor as swa
+from swa_inductor import lowerings, records
+from swa_inductor.testing import generate_code, run_on_cpu
+
+V4 = BY_NAME["v4"]
+NUMBERED = swa.RingSpec(128, 6, 32, shared_kv=True, kv_format="fp32")
+"""A ring whose records can be read as numbers."""
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def eager(fn: Callable, args: list) -> tuple:
+    return fn(*args)
+
+
+def sm_90(fn: Callable, args: list) -> tuple:
+    return run_on_cpu(generate_code(fn, *args), args)
+
+
+every_run = pytest.mark.parametrize("run", [eager, sm_90])
+
+
+def put(cache: torch.Tensor, spec: swa.RingSpec, first: int, end: int) -> None:
+    """Store positions first .. end - 1 of slot 0; the vector of a position is its number."""
+    at = torch.arange(first, end)
+    numbers = at[:, None, None].expand(-1, 1, spec.head_dim).float()
+    swa.store(numbers, None, cache, torch.zeros(len(at), dtype=torch.int32), at, spec=spec)
+
+
+def window_of(cache: torch.Tensor, spec: swa.RingSpec, position: int) -> list[int]:
+    """The numbers in the rows that the query at `position` sees, in order."""
+    _, index = swa.decode_index(ints(0), torch.tensor([position]), spec=spec, num_slots=len(cache))
+    rows = cache.flatten(0, 1)[index[index >= 0].long()]
+    return records.decode(rows, spec.kv_format)[:, 0, 0].int().tolist()
+
+
+@pytest.mark.parametrize("spec", [NUMBERED, swa.RingSpec(8, 1, 32, shared_kv=True, kv_format="fp32")])
+def test_a_ring_that_is_exactly_full(spec: swa.RingSpec) -> None:
+    """A1: prefill W - 2 tokens, then decode W - 2 .. W + 1: each window holds its positions, each once, in order."""
+    w = spec.window
+    cache = torch.full(spec.cache_shape(1), 0xFF, dtype=torch.uint8)
+    put(cache, spec, 0, w - 2)
+    for p in range(w - 2, w + 2):
+        put(cache, spec, p, p + 1)
+        assert window_of(cache, spec, p) == list(range(max(0, p - w + 1), p + 1))
+        out = swa.attention(torch.zeros(1, 1, 32), cache, ints(0), torch.tensor([p]), spec=spec)
+        assert float(out[0, 0, 0]) == pytest.approx((max(0, p - w + 1) + p) / 2, rel=1e-6)
+
+
+@every_run
+def test_a_continuation_in_a_mixed_batch(run: Callable) -> None:
+    """A7: q_start 0 and 2048, q_len 10 and 153, in one call: each sequence as if it were alone."""
+    case = Case("narrow", swa.RingSpec(128, 6, 64, shared_kv=True), 2)
+    spec = case.spec
+    k, _, q = vectors(case, 2048 + 163)
+    k = records.round_trip(k, "mxfp8", 1e-4)
+    cache = torch.full(spec.cache_shape(2), 0x7F, dtype=torch.uint8)
+    swa.store(k[163:], None, cache, torch.ones(2048, dtype=torch.int32), torch.arange(2048), spec=spec)
+    lens = torch.tensor([10, 153])
+    ids, first = ints(0, 1).repeat_interleave(lens), torch.tensor([0, 2048]).repeat_interleave(lens)
+    at = torch.cat([torch.arange(10), torch.arange(2048, 2201)])
+
+    def call(part: slice) -> tuple:
+        args = [q[:163][part], k[:163][part], None, cache, ids[part], at[part], first[part], None, None]
+        return run(prefill_op(case), args)
+
+    together = call(slice(None))
+    for part in (slice(0, 10), slice(10, 163)):
+        for value, alone in zip(together, call(part), strict=True):
+            torch.testing.assert_close(value[part], alone, rtol=1e-2, atol=1e-3)
+
+
+def test_a_wrong_offset_is_never_repaired() -> None:
+    """A7: lists of another length raise; no argument is dropped in silence."""
+    k, _, q = vectors(V4, 4)
+    cache = torch.zeros(V4.spec.cache_shape(1), dtype=torch.uint8)
+    with pytest.raises(swa.InvalidArgumentError, match=r"q_starts shape: got \(3,\)"):
+        prefill_op(V4)(q, k, None, cache, ints(0, 0, 0, 0), torch.arange(4), torch.zeros(3).long(), None, None)
+
+
+@pytest.mark.parametrize("back", range(10))
+def test_rolling_a_wrapped_ring_back(back: int) -> None:
+    """A8: after position 300, a restart at 294 (7 rows back) finds 167 .. 293; at 293, position 166 is gone."""
+    cache = torch.zeros(NUMBERED.cache_shape(1), dtype=torch.uint8)
+    put(cache, NUMBERED, 0, 301)
+    restart = 301 - back
+    put(cache, NUMBERED, restart, restart + 1)
+    exact = window_of(cache, NUMBERED, restart) == list(range(restart - 127, restart + 1))
+    assert exact == (back <= 7) == (back <= NUMBERED.max_rollback)
+
+
+@every_run
+def test_padding_does_not_wrap_to_the_last_slot(run: Callable) -> None:
+    """A16: 8 rows, 5 of them padding at position 0: nothing but 3 rows changes, nor the bytes before the cache."""
+    k, _, _ = vectors(V4, 8)
+    ring = V4.spec.ring_bytes
+    state = torch.randint(0, 256, (32 + 4 * ring + 32,), dtype=torch.uint8)
+    cache = state[32 : 32 + 4 * ring].view(V4.spec.cache_shape(4))
+    before = state.clone()
+    ids, at = ints(0, 1, 2, -1, -1, -1, -1, -1), torch.tensor([133, 7, 140, 0, 0, 0, 0, 0])
+    run(store_op(V4), [k, None, cache, ids, at])
+    changed = {int(i - 32) // 528 for i in (state != before).nonzero().flatten()}
+    assert changed == {133, 134 + 7, 2 * 134 + 6}
+    assert torch.equal(cache[:3].flatten(0, 1)[[133, 141, 274]], records.encode_record(k[:3], None, "mxfp8", 1e-4))
+
+
+@every_run
+def test_sequences_without_tokens(run: Callable) -> None:
+    """A20: q_lens 0, 3, 0 after 0, 0, 50: 3 * 128 history rows, 3 outputs, all finite, from a ring of NaN codes."""
+    spec = V4.spec
+    k, _, q = vectors(V4, 53)
+    k = records.round_trip(k, "mxfp8", 1e-4)
+    cache = torch.full(spec.cache_shape(3), 0x7F, dtype=torch.uint8)
+    swa.store(k[3:], None, cache, torch.full((50,), 2, dtype=torch.int32), torch.arange(50), spec=spec)
+    new, at = k[:3], torch.arange(3)
+    rows = run(gather_op(V4), [cache, ints(0, 1, 2), torch.tensor([0, 0, 50]), None, new, None])[0]
+    assert rows.shape == (3 * 128 + 3, 1, 512) and rows.isfinite().all()
+    assert not rows[: 2 * 128 + 78].any() and torch.equal(rows[3 * 128 - 50 :], torch.cat([k[3:], new]))
+    zeros = torch.zeros(3, dtype=torch.int64)
+    out, lse = run(prefill_op(V4), [q[:3], new, None, cache, ints(1, 1, 1), at, zeros, None, None])
+    assert out.shape == (3, 8, 512) and out.isfinite().all() and lse.isfinite().all()
+
+
+@every_run
+def test_every_row_of_the_workspace_is_written(run: Callable) -> None:
+    """B5: 28 zero rows before 100 of history; buffers start as 0xFF, and none of it is left."""
+    x = torch.zeros(V4.spec.cache_shape(2), dtype=torch.uint8)
+    args = [x, ints(1), torch.tensor([300]), ints(200), None, None]
+    rows = run(gather_op(V4), args)[0]
+    assert_same(rows, torch.zeros(128, 1, 512, dtype=torch.bfloat16))
+    swa.store(vectors(V4, 134)[0], None, x, torch.ones(134, dtype=torch.int32), torch.arange(166, 300), spec=V4.spec)
+    rows = run(gather_op(V4), args)[0]
+    assert not rows[:28].any() and rows[28:].any(-1).all() and rows.isfinite().all()
+
+
+@every_run
+def test_codes_are_e4m3fn(run: Callable) -> None:
+    """B8: -0.0 and 1.0 are stored as 0x80 and 0x38 (scale byte 127), and read as such; e4m3fnuz would read NaN, 0.5."""
+    case = Case("one", swa.RingSpec(4, 1, 64, shared_kv=True), 1, torch.float32)
+    k = torch.zeros(1, 1, 64)
+    k[0, 0, :3] = torch.tensor([-0.0, 1.0, 448.0])  # 448 makes the scale 1
+    cache = torch.zeros(case.spec.cache_shape(1), dtype=torch.uint8)
+    run(store_op(case), [k, None, cache, ints(0), torch.zeros(1, dtype=torch.int64)])
+    assert cache[0, 0, 0, :3].tolist() == [0x80, 0x38, 0x7E] and cache[0, 0, 0, 64:].tolist() == [127, 105]
+    rows = run(gather_op(case), [cache, ints(0), torch.tensor([1]), None, None, None])[0]
+    assert_same(rows[3, 0, :3], k[0, 0, :3])
+
+
+def sentinel(size: int) -> torch.Tensor:
+    return (torch.arange(size) & 0xFF).to(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_528_bytes_are_moved_whole(dtype: str) -> None:
+    """B10: entries of 528 bytes, no multiple of a block: each byte arrives, and the guards around them stay."""
+    width = 528 // (4 if dtype == "fp32" else 2)
+    spec = swa.RawRingSpec(2, 1, width, dtype)
+    entry = sentinel(528).view(records.RAW_DTYPES[dtype])
+    for run in (eager, sm_90):
+        state = torch.full((32 + 3 * 2 * 528 + 32,), 0xA5, dtype=torch.uint8)
+        cache = state[32:-32].view(3, 2, 1, 528)
+
+        def write(values: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> None:
+            swa.ring_write_raw(values, cache, ids, at, spec=spec)
+
+        run(write, [entry[None].repeat(2, 1), cache, ints(1, -1), torch.tensor([3, 0])])
+        want = torch.full_like(state, 0xA5)
+        want[32 + 3 * 528 : 32 + 4 * 528] = sentinel(528)
+        assert_same(state, want)
+
+        def read(cache: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return swa.ring_read_raw(cache, ids, at, spec=spec)
+
+        got = run(read, [cache, ints(1), torch.tensor([3])])
+        # compiled code reads bf16 by way of fp32, which keeps a NaN but not which NaN it is
+        torch.testing.assert_close((got if run is eager else got[0])[0, 1], entry, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_records_of_every_size(monkeypatch: pytest.MonkeyPatch, dim: int, rows: int) -> None:
+    """B10: tiles of 64, 128, 256 and 512 columns, 1 and 4 records high: data and scales come from their own region."""
+    monkeypatch.setattr(lowerings.gather, "config", lambda widest: {"BLOCK_N": rows, "num_warps": 4, "num_stages": 1})
+    case = Case("any", swa.RingSpec(3, 1, dim, shared_kv=True, ring_rows=3), 1, torch.float32)
+    size = case.spec.record_bytes
+    state = torch.full((32 + 3 * size + 32,), 0xFF, dtype=torch.uint8)
+    cache = state[32:-32].view(case.spec.cache_shape(1)).copy_(sentinel(3 * size).view(1, 3, 1, size))
+    want = records.decode(cache[0, [1, 2, 0]], "mxfp8")  # positions 1 to 3
+    got = sm_90(gather_op(case), [cache, ints(0), torch.tensor([4]), None, None, None])[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
+def test_stores_keep_to_their_record(dim: int) -> None:
+    """B10: one record between guards; the others keep every byte."""
+    case = Case("any", swa.RingSpec(3, 1, dim, shared_kv=True), 1)
+    k, _, _ = vectors(case, 1)
+    cache = torch.full(case.spec.cache_shape(1), 0xA5, dtype=torch.uint8)
+    want = cache.clone()
+    want[0, 2] = records.encode_record(k, None, "mxfp8", 1e-4)[0]
+    sm_90(store_op(case), [k, None, cache, ints(0), torch.tensor([6])])
+    assert_same(cache, want)
+
+
+RING_AND_WINDOW = (1, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 19, 20)
+RECORDS = (1, 2, 3, 5, 6, 8, 10, 11, 12)
+
+
+def test_every_fault_is_named_in_a_test() -> None:
+    named = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                named |= set(re.findall(r"\b[AB]\d+\b", ast.get_docstring(node) or ""))
+    wanted = {f"A{n}" for n in RING_AND_WINDOW} | {f"B{n}" for n in RECORDS}
+    assert not wanted - named
