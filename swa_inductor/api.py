@@ -123,7 +123,8 @@ def ring_read_raw(
 
     Returns:
         [T, ratio, width] in the dtype of the ring, oldest entry first: column c holds position `p - ratio + 1 + c`.
-        Absent entries are 0: those below max(valid_start, 0), and all of a padded row.
+        Absent entries are 0: those below max(valid_start, 0), and all of a padded row. Values are exact; compiled code
+        may change the payload of a NaN.
 
     Raises:
         InvalidArgumentError: as in `store`.
@@ -173,7 +174,8 @@ def gather(
 
     Returns:
         K [B * W + T, num_kv_heads, head_dim] and V likewise (None when K = V). History row `b * W + i` holds position
-        `q_starts[b] - W + i`, zeros where that lies below max(valid_start, 0).
+        `q_starts[b] - W + i`, zeros where that lies below max(valid_start, 0). After a rollback by the most that is
+        allowed, row 0 of the history, which no query sees, may hold a record that was written since.
 
     Raises:
         InvalidArgumentError: a wrong dtype, shape, stride or device.

@@ -6,7 +6,6 @@ Integer arithmetic where bits matter, so that eager, C++ and Triton code agree t
 from __future__ import annotations
 
 import math
-import struct
 
 import torch
 from torch import Tensor
@@ -107,8 +106,9 @@ def round_trip(x: Tensor, kv_format: str, min_amax: float) -> Tensor:
 
 
 def float_bits(value: float) -> int:
-    """Bit pattern of a value as fp32."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    """Bit pattern as fp32 of a positive, normal value; plain arithmetic, which can be traced."""
+    mantissa, exponent = math.frexp(value)  # value = mantissa * 2^exponent, 0.5 <= mantissa < 1
+    return ((exponent + 125) << 23) + round(mantissa * (1 << 24))
 
 
 def _exp2(exponent: Tensor) -> Tensor:

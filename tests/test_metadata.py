@@ -83,7 +83,9 @@ def test_shapes_and_dtypes() -> None:
     for m in (decode(), prefill()):
         for f in dataclasses.fields(m):
             t = getattr(m, f.name)
-            assert t.dtype == (torch.int64 if f.name == "positions" else torch.int32) and t.is_contiguous()
+            assert (
+                t.dtype == (torch.int64 if f.name in ("positions", "q_starts") else torch.int32) and t.is_contiguous()
+            )
     assert decode(width=200).index.shape == (2, 200)
     assert prefill().segments.shape == (2, 3, 4) and prefill().pivots.shape == (5, 4)
     empty = swa.PrefillMetadata.build(V4, num_slots=4, state_ids=[], q_lens=[], k_lens=[])
@@ -116,7 +118,7 @@ def test_frozen_and_a_pytree() -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             m.state_ids = None
         leaves, tree = pytree.tree_flatten(m)
-        assert len(leaves) == 5 and all(isinstance(x, torch.Tensor) for x in leaves)
+        assert len(leaves) == 6 and all(isinstance(x, torch.Tensor) for x in leaves)
         assert type(pytree.tree_unflatten(leaves, tree)) is type(m)
         assert type(pytree.tree_map(torch.clone, m)) is type(m)
 

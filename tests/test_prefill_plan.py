@@ -45,7 +45,8 @@ def check(how: str, spec: swa.RingSpec, ids: list, q: list, k: list, start: list
     m = swa.PrefillMetadata.build(
         spec, num_slots=SLOTS, state_ids=ids, q_lens=q, k_lens=k, valid_start=start, num_tokens=sum(q) + pad
     )
-    for value, expected in zip(got, (m.segments, m.pivots, m.state_ids, m.positions, m.valid_start), strict=True):
+    host = (m.segments, m.pivots, m.state_ids, m.positions, m.q_starts, m.valid_start)
+    for value, expected in zip(got, host, strict=True):
         assert_same(value, expected)
     return got[0].tolist(), got[1].tolist()
 
@@ -222,7 +223,9 @@ def test_workspace_holds_what_the_pivots_name() -> None:
         for slot, new, end in zip(ids, q, k, strict=True):
             for p in range(max(end - new - SMALL.rows, 0), end - new) if slot >= 0 else ():
                 rings[slot][p % SMALL.rows] = (slot, p)
-        segments, pivots, slots, at, first = (x.tolist() for x in plan("eager", SMALL, ids, q, k, start))
+        segments, pivots, slots, at, starts, first = (x.tolist() for x in plan("eager", SMALL, ids, q, k, start))
+        wanted_starts = [e - n if s >= 0 else 0 for s, n, e in zip(ids, q, k, strict=True) for _ in range(n)]
+        assert starts == wanted_starts
         workspace: list = [None] * (len(ids) * SMALL.window)
         for src, row, dst, rows in (s for sequence in segments for s in sequence):
             for r in range(rows):
