@@ -218,3 +218,22 @@ def test_slice_of_a_merged_projection_fuses() -> None:
     fn(merged, want, *args[2:])
     run_on_cpu(code, args)
     assert_same(x["cache"], want)
+
+
+@pytest.mark.parametrize("name", ["v4", "gpt-oss"])
+def test_a_producer_that_reads_the_cache_runs_before_the_store(name: str) -> None:
+    """Fused, it would read rows that other programs of the store have written already."""
+    case = BY_NAME[name]
+    x = decode_inputs(case)
+    tokens, spec = 12, case.spec
+    ids, at = torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens)
+
+    def fn(cache: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> None:
+        old = cache[0, :tokens, :, : spec.head_dim].flip(0).to(case.dtype)
+        swa.store(old, None if spec.shared_kv else old + 1, cache, ids, at, spec=spec)
+
+    want = x["cache"].clone()
+    fn(want, ids, at)
+    code = generate_code(fn, x["cache"], ids, at)
+    run_on_cpu(code, (x["cache"], ids, at))
+    assert_same(x["cache"], want)

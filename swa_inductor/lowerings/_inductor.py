@@ -106,23 +106,28 @@ def render_template(
     out = autotune_select_algorithm(template.name, choices, nodes, layout)
     if isinstance(out, tuple):  # from 2.13 the selected choice comes along
         out = out[0]
-    _allow_producers(out, [nodes[i] for i in producers])
+    _allow_producers(out, [nodes[i] for i in producers], [nodes[i] for i in mutated])
     return out
 
 
-def _allow_producers(out: Any, producers: Sequence[Any]) -> None:
+def _allow_producers(out: Any, producers: Sequence[Any], mutated: Sequence[Any]) -> None:
     """Let pointwise producers fuse in front of a template.
 
     Inductor's heuristics refuse producers that upcast or read more bytes than they write (a slice of a merged
     projection counts whole). Both are worth it here: each element is read by one program only. From 2.13 on, templates
-    with mutated inputs are refused unless they say that what they write does not alias what the producer reads; a
-    cache never feeds the producer of a kernel that writes it, because the producer would have been realized before.
+    with mutated inputs are refused too, unless they say that nothing aliases; before, nobody asks. So that is settled
+    here: a producer that reads what the kernel writes would see rows that other programs have written already.
     """
     buffer = out.data.data
     buffer.has_aliasing_or_mutation_for_prologue_fusion = lambda node: False
+    written = {node.get_name() for node in mutated}
     for node in producers:
         data = node.data if isinstance(node, ir.StorageBox) else node
-        if isinstance(data, ir.ComputedBuffer):
+        if not isinstance(data, ir.ComputedBuffer):
+            continue
+        if written & set(data.get_read_names()):
+            buffer.allowed_prologue_inps.discard(data.get_name())
+        else:
             V.graph.invoke_quant_ops.add(data.get_operation_name())
 
 
