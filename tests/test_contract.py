@@ -236,6 +236,22 @@ def test_no_cache_sized_copy_on_a_gpu(name: str, static: tuple, reuse: bool) -> 
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("case_name", ["v4", "gpt-oss"])
+def test_no_op_allocates_what_a_cache_takes(name: str, case_name: str) -> None:
+    """C1: with a cache of thousands of slots, all buffers of an op together are smaller than it."""
+    fn, args = op_calls(BY_NAME[case_name])[name]
+    large = [
+        torch.zeros(4000, *a.shape[1:], dtype=torch.uint8) if isinstance(a, torch.Tensor) and a.dim() == 4 else a
+        for a in args
+    ]
+    code = generate_code(fn, *large)
+    sizes = [8 * int(torch.tensor([int(n) for n in a.size] or [1]).prod()) for a in code.allocations]
+    cache_bytes = 4000 * BY_NAME[case_name].spec.ring_bytes
+    assert sum(sizes) < cache_bytes / 2
+    assert "extern_kernels" not in code.call and "copy_(" not in code.call
+
+
 def test_a_snapshot_taken_before_a_store_stays_old() -> None:
     """C3: a clone of the cache feeds attention after the store: the clone is not optimised into the cache."""
     case = BY_NAME["v4"]
