@@ -1,6 +1,6 @@
 """Every shipped launch configuration compiles for every architecture, within shared memory (E2, E3).
 
-Nothing spills but, a little, attention_prefill: it holds two loops over keys.
+Nothing spills but, a little, attention_prefill, which holds two loops over keys, and attention_index in fp32.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from swa_inductor.testing import resource_usage
 
 SHARED_LIMIT = 99 * 1024
 """Bytes of shared memory a block may have on sm_86, sm_89 and sm_120, the least of what is supported."""
+
+MAY_SPILL = {"attention_prefill": 64, "attention_index": 8}
+"""Words of local memory per thread."""
 
 
 def _case(name: str, heads: int, step: int, dim: int, dtype: torch.dtype = BF16, **kw: object) -> Case:
@@ -79,4 +82,4 @@ def test_usage(case: Case, capability: tuple[int, int], record_property) -> None
             f"{u.num_stages} stages {u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
         )
         record_property("kernel", line)
-        assert u.spills <= (64 if kernel == "attention_prefill" else 0) and u.shared_bytes <= SHARED_LIMIT
+        assert u.spills <= MAY_SPILL.get(kernel, 0) and u.shared_bytes <= SHARED_LIMIT
