@@ -11,7 +11,7 @@ from runs import HOW, ints
 from torch.testing import FileCheck
 
 import swa_inductor as swa
-from swa_inductor.reference import RAW_DTYPES
+from swa_inductor.records import RAW_DTYPES
 from swa_inductor.testing import generate_code, run_on_cpu
 
 SPECS = [swa.RawRingSpec(4, 6, 16), swa.RawRingSpec(4, 6, 7, "bf16"), swa.RawRingSpec(3, 1, 8, "fp16", entries=5)]

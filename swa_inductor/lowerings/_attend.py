@@ -16,7 +16,7 @@ DOT_TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.f
 
 
 def config(rows: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes for `rows` query rows and vectors of `widest` values; nothing spills (ptxas, sm_80, sm_90, sm_100)."""
+    """Tile sizes for `rows` query rows and vectors of `widest` values; few or no spills (tests/test_ptxas.py)."""
     if dtype == torch.float32:
         # No tensor cores at full precision: small tiles keep operands and accumulator in registers.
         block_m, num_stages = 16, 1
