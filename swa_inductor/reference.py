@@ -112,6 +112,15 @@ def _longest(n: Tensor, window: int) -> int:
     return (int(n.max()) if n.numel() else 0) if n.device.type == "cpu" else window
 
 
+def _lone_slot(state_ids: Tensor, slots: int) -> int | None:
+    """The slot of all rows of a decode step of one sequence on the CPU, where reading it is free; else None."""
+    if state_ids.device.type != "cpu" or not 1 <= state_ids.numel() <= 16:
+        return None
+    ids = set(state_ids.tolist())
+    slot = ids.pop()
+    return slot if not ids and 0 <= slot < slots else None
+
+
 def attention(
     q: Tensor,
     cache: Tensor,
@@ -129,6 +138,13 @@ def attention(
     """Attention of each query over the visible rows of its ring -> out [T, H, Dv], lse [T, H], in `compute_dtype`."""
     dim = q.shape[2]
     lo, n = visible_range(cache, state_ids, positions, valid_start, window)
+    lone = _lone_slot(state_ids, cache.shape[0])
+    if lone is not None:
+        # Row r holds position p - (p - r) % R: the whole ring is read in place, and rows not visible are masked.
+        ring = records.decode_record(cache[lone], kv_format, dim, v_head_dim)
+        k, v = (x.to(compute_dtype).expand(q.shape[0], *x.shape) for x in ring)
+        seen = (positions[:, None] - torch.arange(cache.shape[1])) % cache.shape[1] < n[:, None]
+        return attend(q.to(compute_dtype), k, v, seen, sinks, scale, softcap)
     width = _longest(n, window)
     column = torch.arange(width, device=q.device)
 

@@ -27,7 +27,9 @@ print(cache[0, :, 0].float().sum(1).tolist(), counters["inductor"]["fxgraph_cach
 
 def run(package_parent: Path, cache: Path) -> tuple[str, int]:
     env = dict(os.environ, PYTHONPATH=str(package_parent), TORCHINDUCTOR_CACHE_DIR=str(cache))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], env=env, capture_output=True, text=True)
+    # `python -c` looks in the current directory first: it must not hold the package
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, env=env, cwd=package_parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows, hits = done.stdout.strip().rsplit(" ", 1)
     return rows, int(hits)
