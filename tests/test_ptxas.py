@@ -1,7 +1,7 @@
 """Every shipped launch configuration compiles for every architecture, within shared memory (E2, E3).
 
-Stores and gather spill nothing, attention at most 16 words in some shapes; attention_prefill, which holds two loops over
-keys, up to 64.
+Stores and gather spill nothing, attention at most 16 words in some shapes; attention_prefill, which holds two loops
+over keys, up to 64.
 """
 
 from __future__ import annotations
