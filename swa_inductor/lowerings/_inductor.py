@@ -27,7 +27,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from swa_inductor.errors import UnsupportedError
 
 __all__ = [
-    "SymbolicGridFn",
     "arange",
     "counters",
     "cudagraph_recordings",
@@ -37,7 +36,6 @@ __all__ = [
     "inline",
     "int_of",
     "known_int",
-    "known_zero",
     "lower",
     "render_template",
     "triton_template",
@@ -158,11 +156,6 @@ def counters(device: torch.device, count: int) -> Any:
         shared[device] = lowerings[torch.ops.aten.full.default]([count], 0, dtype=torch.int32, device=device)
         shared[device].realize()
     return shared[device]
-
-
-def known_zero(size: Any) -> bool:
-    """Whether a size is 0 for certain; adds no guard."""
-    return V.graph.sizevars.statically_known_equals(size, 0)
 
 
 _RECOMPUTE = {

@@ -58,7 +58,7 @@ def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv
 
 
 def lower_cpu(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
-    if _inductor.known_zero(k.get_size()[0]):
+    if _inductor.known_int(k.get_size()[0]) == 0:
         return
     plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)
     slot, row, records = _inductor.inline(plan, k, v, cache, state_ids, positions)
