@@ -66,12 +66,14 @@ def microseconds(fn: Callable[..., Any], inputs: Sequence[Inputs], target_ms: fl
     return median
 
 
-def copy_bandwidth(size: int = 2 << 30) -> float:
-    """Bytes per second read and written by a large device copy."""
-    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    us = microseconds(lambda a, b: b.copy_(a), [(source, target)])
-    return 2 * size / us * 1e6
+def copy_us(moved: int, how: str = "pointwise") -> float:
+    """Median time to read and write `moved` bytes in all, by a compiled pointwise kernel or by 'copy_'."""
+    inputs = [(torch.ones(moved // 8, dtype=torch.int32, device="cuda"),) for _ in range(copies(moved))]
+    return microseconds(compiled(_add_one) if how == "pointwise" else torch.clone, inputs)
+
+
+def _add_one(x: Tensor) -> Tensor:
+    return x + 1
 
 
 def require_close(what: str, value: Tensor, exact: Tensor, limit: float) -> None:

@@ -6,6 +6,8 @@ Compile first, without the sanitizer, so that the second run finds its kernels i
     compute-sanitizer --tool memcheck --error-exitcode 1 python3 benchmarks/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python3 benchmarks/sanitize.py
 
+Numbers after the name of the file choose geometries, so that several processes can share the work.
+
 Every tensor is an allocation of its own, so that a read beyond it shows. Rows not visible hold NaN codes. T = 0, 1, 7
 and 129, sequences in the first and the last slot, and padding.
 """
@@ -13,6 +15,7 @@ and 129, sequences in the first and the last slot, and padding.
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -93,7 +96,10 @@ def check(spec: swa.RingSpec, heads: int, tokens: int) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    for name, (spec, heads) in SPECS.items():
+    chosen = {int(i) for i in sys.argv[1:]} or range(len(SPECS))
+    for i, (name, (spec, heads)) in enumerate(SPECS.items()):
+        if i not in chosen:
+            continue
         for tokens in (0, 1, 7, 129):
             check(spec, heads, tokens)
         print(f"{name}: T = 0, 1, 7, 129, guard bytes intact")

@@ -14,8 +14,8 @@ from swa_inductor.spec import vector_bytes
 
 
 def config(widest: int) -> dict[str, int]:
-    """4 warps with 16 values a thread."""
-    return {"BLOCK_N": max(1, 2048 // widest), "num_warps": 4, "num_stages": 1}
+    """4 warps with 64 values a thread: with 16, 128 sequences take 10.3 us for 9.3 (H200, triton 3.6, 2026-11-30)."""
+    return {"BLOCK_N": max(1, 8192 // widest), "num_warps": 4, "num_stages": 1}
 
 
 def grid(rows: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
