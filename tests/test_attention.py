@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import (
     ATTENTION_ARGS,
+    BF16,
     BY_NAME,
     CASES,
     Case,
@@ -24,6 +26,7 @@ from torch.testing import FileCheck
 import swa_inductor as swa
 from swa_inductor import records, reference
 from swa_inductor.lowerings import attention as lowering
+from swa_inductor.lowerings._attend import resident
 from swa_inductor.testing import generate_code, run_on_cpu
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -120,9 +123,13 @@ def test_rows_that_are_not_visible_do_not_matter(name: str, poison: int) -> None
             assert_same(other, clean)
 
 
-@pytest.mark.parametrize("name", ["v4", "narrow-v"])
-def test_draft_rows_do_not_leak_between_tokens_of_a_step(name: str) -> None:
-    """A NaN record at the last position of a step reaches only the query that sees it; one program serves them all."""
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["v4", "v4-tight-ring", "narrow-v"])
+def test_draft_rows_do_not_leak_between_tokens_of_a_step(name: str, value: float) -> None:
+    """A record that is not finite, at the last position of a step, reaches only the query that sees it.
+
+    One program serves them all, with the window kept in shared memory (v4) and tile by tile.
+    """
     case = BY_NAME[name]
     d = case.spec.tokens_per_step
     state_ids, positions = steps(case, [300], [1])
@@ -132,10 +139,10 @@ def test_draft_rows_do_not_leak_between_tokens_of_a_step(name: str) -> None:
     code = generate_code(attention_op(case, return_lse=False), *args)
     clean, *_ = run_on_cpu(code, args)
     k, v, _ = vectors(case, 1)
-    bad = (k, k.new_full(v.shape, math.nan)) if v is not None else (k.new_full(k.shape, math.nan), None)
+    bad = (k, k.new_full(v.shape, value)) if v is not None else (k.new_full(k.shape, value), None)
     swa.store(*bad, cache, state_ids[-1:], positions[-1:], spec=case.spec)
     for out in (run_on_cpu(code, args)[0], attention_op(case, return_lse=False)(*args)):
-        assert out[-1].isnan().all() and out[:-1].isfinite().all()
+        assert not out[-1].isfinite().any() and out[:-1].isfinite().all()
     assert_same(run_on_cpu(code, args)[0][:-1], clean[:-1])
 
 
@@ -272,7 +279,7 @@ def test_q_may_be_a_transposed_view() -> None:
     assert_as_good_as(out, want, plain.to(case.dtype))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "v4", "gemma3-fp32"])
+@pytest.mark.parametrize("name", ["gemma3", "v4-tight-ring", "gemma3-fp32"])
 def test_programs_that_share_keys_agree_with_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """E8: a small batch splits the keys of a row over programs; shares without a visible key change nothing."""
     case = BY_NAME[name]
@@ -296,3 +303,45 @@ def test_how_many_programs_share_keys() -> None:
     assert lowering.splits(100, 512, 32, 132) == 1
     assert lowering.splits(None, 512, 32, 132) == 1
     assert lowering.splits(1, 40, 32, 132) == 1
+
+
+@pytest.mark.parametrize("tokens", ["known", "unknown"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("64 heads", swa.RingSpec(128, 6, 512, shared_kv=True), 64, sinks=True, valid_start=True),
+        Case("odd", swa.RingSpec(70, 5, 128, shared_kv=True, kv_format="fp16"), 2 * 24, torch.float16, softcap=30.0),
+    ],
+    ids=lambda c: c.name,
+)
+def test_programs_that_keep_the_whole_window(case: Case, tokens: str) -> None:
+    """64 rows a program where few tokens are known to come, else 128."""
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS]
+    dynamic = [ATTENTION_ARGS.index(n) for n in ("q", "state_ids", "positions", "valid_start") if x[n] is not None]
+    code = generate_code(attention_op(case), *args, dynamic_inputs=dynamic if tokens == "unknown" else ())
+    (kernel,) = (k for k in code.kernels if "attention" in k)
+    assert f"BLOCK_M : tl.constexpr = {64 if tokens == 'known' else 128}" in code.kernel_source(kernel)
+    out, lse = run_on_cpu(code, args)
+    (want, want_lse), (plain, _) = exact(case, x), exact(case, x, case.dtype)
+    live = x["state_ids"] >= 0
+    assert not out[~live].any() and (lse[~live] == -math.inf).all()
+    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype))
+    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
+
+
+def test_a_window_is_kept_only_where_it_fits() -> None:
+    h200, ada, a100 = (
+        SimpleNamespace(major=major, shared_memory_per_block_optin=kb * 1024)
+        for major, kb in ((9, 227), (8, 99), (8, 163))
+    )
+    assert resident(64, 1, 512, 128, BF16, h200)["TILES"] == (128,)
+    assert resident(128, 2, 512, 128, BF16, h200)["TILES"] == (64, 64, 16)
+    for card, dim, window, dtype in (
+        (ada, 512, 128, BF16),
+        (a100, 512, 128, BF16),
+        (h200, 512, 256, BF16),
+        (h200, 192, 128, BF16),
+        (h200, 512, 128, torch.float32),
+    ):
+        assert resident(64, 1, dim, window, dtype, card) is None

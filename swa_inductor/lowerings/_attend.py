@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swa_inductor.lowerings import _inductor
+from swa_inductor.lowerings import _inductor, _records
 from swa_inductor.lowerings._template import STORED_TYPES, next_power_of_2, vector_block
 from swa_inductor.spec import vector_bytes
 
@@ -43,6 +43,28 @@ def prefill_config(widest: int, dtype: torch.dtype) -> dict[str, int]:
     return options
 
 
+def resident(
+    block_m: int, tokens: int, dim: int, window: int, dtype: torch.dtype, card: Any, widest: int = 256
+) -> dict[str, Any] | None:
+    """Options of a program of `block_m` rows, 64 or 128, of `tokens` tokens, that keeps their whole window with K = V.
+
+    `widest`: columns of a slice at most.
+
+    None where it does not fit or has not been seen to pay. A decode step of V4, 6 x 64 rows, takes 12.4, 16.5, 44.7 and
+    130 us for 1, 8, 64 and 256 sequences, 64 rows a program for the first two, where tiles of 16 keys took 20.9, 48.8,
+    287 and 1,140 (H200, triton 3.6, 2026-11-30).
+    """
+    if dtype == torch.float32 or dim < 128 or dim != next_power_of_2(dim) or card.major < 9:
+        return None
+    block_n, warps = (128, 4) if block_m == 64 else (64, 8)
+    whole, rest = divmod(window + tokens - 1, block_n)
+    tiles = (block_n,) * whole + ((max(16, next_power_of_2(rest)),) if rest else ())
+    columns = min(dim, 32 * warps, widest)
+    if 2 * (sum(tiles) * dim + block_m * columns) > card.shared_memory_per_block_optin:
+        return None
+    return {"BLOCK_M": block_m, "TILES": tiles, "SLICE": columns, "num_warps": warps, "num_stages": 1}
+
+
 def token_tiles(groups: int, block_m: int) -> dict[str, int]:
     """A tile of `block_m` rows as BLOCK_T tokens times HEADS of the `groups` query heads of a KV head."""
     heads = min(next_power_of_2(groups), block_m)
@@ -56,7 +78,8 @@ def launch(
     *,
     dims: tuple[int, int | None],
     kv_heads: int,
-    kv_format: str | None,
+    cache: Any = None,
+    kv_format: str | None = None,
     scale: float,
     softcap: float | None,
     return_lse: bool,
@@ -66,7 +89,8 @@ def launch(
 ) -> tuple[Any, Any]:
     """Launch an attention template; `inputs` starts with q, `dims` are those of K and of V (None when K = V).
 
-    `scratch`: buffers that the kernel uses for itself, last among its arguments.
+    `cache` and `kv_format`: the records among the inputs, if any. `scratch`: buffers that the kernel uses for itself,
+    last among its arguments.
     """
     q = inputs[0]
     tokens, heads, _ = q.get_size()
@@ -86,6 +110,7 @@ def launch(
         call_sizes=[tokens, kv_heads],
         **options,
         **constants,
+        **(_records.constants(cache) if cache is not None else {}),
         SCALE=float(scale),
         SOFTCAP=float(softcap or 0.0),
         LOG2E=math.log2(math.e),

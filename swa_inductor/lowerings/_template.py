@@ -17,7 +17,9 @@ STORED_TYPES = {"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16"
 def source(op: str) -> str:
     """Source of an op's template: the shared macros (they print nothing until called), then the kernel."""
     folder = files("swa_inductor") / "templates"
-    return "".join((folder / f"{part}.py.jinja").read_text() for part in ("_records", "_attend", "_store", op))
+    return "".join(
+        (folder / f"{part}.py.jinja").read_text() for part in ("_records", "_attend", "_store", "_resident", op)
+    )
 
 
 def next_power_of_2(n: int) -> int:

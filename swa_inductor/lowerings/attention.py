@@ -44,18 +44,29 @@ def lower_cuda(
 ) -> tuple[Any, Any]:
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
-    options = _attend.config(tokens_per_step * groups, vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
-    row_blocks = -(-tokens_per_step * groups // options["BLOCK_M"])
+    rows = tokens_per_step * groups
+    card = torch.cuda.get_device_properties(q.get_device())
     tokens = _inductor.known_int(q.get_size()[0])
-    programs = None if tokens is None else tokens // tokens_per_step * row_blocks * kv_heads
-    processors = torch.cuda.get_device_properties(q.get_device()).multi_processor_count
-    shares = splits(programs, window + tokens_per_step - 1, options["BLOCK_N"], processors)
+    steps = None if tokens is None else tokens // tokens_per_step * kv_heads
+    options, shares = None, 1
+    if rows > 32 and v_head_dim is None:
+        few = rows <= 64 or (steps is not None and steps * -(-rows // 64) <= card.multi_processor_count)
+        block_m = 64 if few else 128
+        # Tokens that have rows in a program: no more than needed where rows and heads divide each other.
+        aligned = block_m % groups == 0 or groups % block_m == 0
+        spread = -(-block_m // groups) if aligned else (block_m - 2) // groups + 2
+        options = _attend.resident(block_m, min(spread, tokens_per_step), dim, window, q.get_dtype(), card)
+    if options is None:
+        options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype()) | {"TILES": ()}
+        programs = None if steps is None else steps * -(-rows // options["BLOCK_M"])
+        shares = splits(programs, window + tokens_per_step - 1, options["BLOCK_N"], card.multi_processor_count)
+    row_blocks = -(-rows // options["BLOCK_M"])
     scratch: list[Any] = []
     if shares > 1:
         part = options["BLOCK_M"] * (vector_block(dim if v_head_dim is None else v_head_dim) + 2)
         scratch = [
-            _inductor.empty_buffer([programs, shares, part], torch.float32, q.get_device()),
-            _inductor.counters(q.get_device(), processors),
+            _inductor.empty_buffer([steps * row_blocks, shares, part], torch.float32, q.get_device()),
+            _inductor.counters(q.get_device(), card.multi_processor_count),
         ]
     return _attend.launch(
         TEMPLATE,
@@ -63,6 +74,7 @@ def lower_cuda(
         sinks,
         dims=(dim, v_head_dim),
         kv_heads=kv_heads,
+        cache=cache,
         kv_format=kv_format,
         scale=scale,
         softcap=softcap,

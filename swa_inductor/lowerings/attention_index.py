@@ -38,6 +38,7 @@ def lower_cuda(
         sinks,
         dims=(dim, v_head_dim),
         kv_heads=kv_heads,
+        cache=cache,
         kv_format=kv_format,
         scale=scale,
         softcap=softcap,

@@ -37,13 +37,19 @@ def lower_cuda(
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
     v_head_dim = None if v is None else _inductor.int_of(v.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
-    options = _attend.prefill_config(vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
+    card, options = torch.cuda.get_device_properties(q.get_device()), None
+    if v_head_dim is None:
+        tokens = _attend.token_tiles(groups, 128)["BLOCK_T"]
+        options = _attend.resident(128, tokens, dim, window, q.get_dtype(), card, widest=128)
+    if options is None:
+        options = _attend.prefill_config(vector_block(max(dim, v_head_dim or 0)), q.get_dtype()) | {"TILES": ()}
     return _attend.launch(
         TEMPLATE,
         [x for x in (q, k, v, cache, state_ids, positions, q_starts, valid_start) if x is not None],
         sinks,
         dims=(dim, v_head_dim),
         kv_heads=kv_heads,
+        cache=cache,
         kv_format=kv_format,
         scale=scale,
         softcap=softcap,

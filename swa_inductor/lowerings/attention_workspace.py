@@ -39,7 +39,6 @@ def lower_cuda(
         sinks,
         dims=(dim, v_head_dim),
         kv_heads=kv_heads,
-        kv_format=None,
         scale=scale,
         softcap=softcap,
         return_lse=return_lse,

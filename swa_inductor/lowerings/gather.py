@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swa_inductor import reference
-from swa_inductor.lowerings import _attend, _inductor
+from swa_inductor.lowerings import _attend, _inductor, _records
 from swa_inductor.lowerings._template import STORED_TYPES, source, vector_block
 from swa_inductor.spec import vector_bytes
 
@@ -53,6 +53,7 @@ def lower_cuda(
         mutated=[] if v_head_dim is None else [len(inputs) - 1],
         producers=range(len(new)),
         call_sizes=[rows, kv_heads],
+        **_records.constants(cache),
         **config(vector_block(max(head_dim, v_head_dim or 0))),
         W=window,
         SHARED_KV=v_head_dim is None,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swa_inductor import records
-from swa_inductor.lowerings import _inductor, store
+from swa_inductor.lowerings import _inductor, _records, store
 from swa_inductor.lowerings._template import source
 
 TEMPLATE = _inductor.triton_template("store_cast_back", store.grid, source("store_cast_back"))
@@ -29,6 +29,7 @@ def lower_cuda(
         producers=range(len(vectors)),
         call_sizes=[tokens, kv_heads],
         **store.constants(k, v, kv_format, min_amax),
+        **_records.constants(cache),
     )
     return k_back, v_back
 

@@ -2,7 +2,8 @@
 
 Seen in Triton 3.6 to 3.8: float32 -> bfloat16 truncates, float8 conversions lose carries, ties, saturation and NaN,
 other conversions from and to bfloat16 and all arithmetic on it treat its bits as an integer, comparisons keep the type
-of what they compare, libdevice returns None. With numpy >= 2.4, a one-element array is no index any more.
+of what they compare, libdevice returns None, the smaller of NaN and a number is NaN. With numpy >= 2.4, a one-element
+array is no index any more.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def repair_interpreter() -> None:
     InterpreterBuilder.binary_op = _binary
     InterpreterBuilder.create_fma = _fma
     InterpreterBuilder.create_dot = _dot
+    InterpreterBuilder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+    InterpreterBuilder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     InterpreterBuilder.get_bf16 = _bf16_constant
     InterpreterBuilder.get_all_ones_value = _all_ones
     ReduceOps.generic_reduce = _reduce
