@@ -91,9 +91,7 @@ def lower_cpu(
     **geometry: Any,
 ) -> tuple[Any, ...]:
     fn = partial(reference_inline.prepare_decode, width=width, **geometry)
-    *rows, index, new_lengths, errors = _inductor.inline(
-        fn, lengths, accepted, state_ids, valid_start, draft_counts, recompute=True
-    )
+    *rows, index, new_lengths, errors = _inductor.inline(fn, lengths, accepted, state_ids, valid_start, draft_counts)
     if width is None:
         index = _inductor.empty_buffer([0], torch.int32, state_ids.get_device())
     return *rows, index, new_lengths, errors
@@ -146,9 +144,7 @@ def lower_out_cpu(
         # A result that another one reads would get a buffer of its own, were it not cloned.
         return *(value.clone() for value in values), errors + count
 
-    values = _inductor.inline(
-        fn, out["errors"], lengths, accepted, state_ids, valid_start, draft_counts, recompute=True
-    )
+    values = _inductor.inline(fn, out["errors"], lengths, accepted, state_ids, valid_start, draft_counts)
     for buffer, value in zip(out.values(), values, strict=True):
         if buffer is not None:
             _inductor.copy_to(buffer, value)
