@@ -79,14 +79,17 @@ def check(spec: swa.RingSpec, heads: int, tokens: int) -> None:
         out = swa.attention(q, cache, ids, at, spec=spec, sinks=sinks)
         _, index = swa.decode_index(ids, at, spec=spec, num_slots=SLOTS)
         names = {"kv_format": spec.kv_format, "v_head_dim": spec.v_head_dim}
-        return out, swa.attention_index(q, cache, index, sinks=sinks, **names)
+        step = swa.prepare_decode(at, torch.zeros_like(ids), ids, spec=spec, num_slots=SLOTS, width=spec.window)
+        return out, swa.attention_index(q, cache, index, sinks=sinks, **names), step
 
     torch._dynamo.reset()
     out, other, _ = torch.compile(prefill, fullgraph=True, dynamic=False)(q, k, v, cache)
-    ring, index = torch.compile(decode, fullgraph=True, dynamic=False)(q, cache)
+    ring, index, step = torch.compile(decode, fullgraph=True, dynamic=False)(q, cache)
     torch.cuda.synchronize()
     if not guards_intact(spec, buffer):
         raise SystemExit(f"guard bytes overwritten at T = {tokens}")
+    if not torch.equal(step.metadata.positions[:: spec.tokens_per_step], at.clamp(min=0)) or step.errors.item():
+        raise SystemExit(f"wrong positions of a step at T = {tokens}")
     live = ids >= 0
     torch.testing.assert_close(other[live], out[live], rtol=3e-2, atol=3e-2)
     held = live & ((at - spec.window + 1).clamp(min=0) >= int(lens[0]) - spec.rows)  # whole window still in the ring

@@ -16,9 +16,9 @@ from swa_inductor.api import (
     store,
     store_cast_back,
 )
-from swa_inductor.api_metadata import decode_index, prefill_index, prefill_plan
+from swa_inductor.api_metadata import decode_index, prefill_index, prefill_plan, prepare_decode
 from swa_inductor.errors import InvalidArgumentError, OutOfSlotsError, UnsupportedError
-from swa_inductor.metadata import DecodeMetadata, PrefillMetadata
+from swa_inductor.metadata import DecodeMetadata, PrefillMetadata, PreparedDecode
 from swa_inductor.spec import RawRingSpec, RingSpec
 from swa_inductor.state import Slot, SlotAllocator, StateLayout
 
@@ -29,6 +29,7 @@ __all__ = [
     "InvalidArgumentError",
     "OutOfSlotsError",
     "PrefillMetadata",
+    "PreparedDecode",
     "RawRingSpec",
     "RingSpec",
     "Slot",
@@ -45,6 +46,7 @@ __all__ = [
     "merge_attention",
     "prefill_index",
     "prefill_plan",
+    "prepare_decode",
     "ring_read_raw",
     "ring_write_raw",
     "store",

@@ -1,6 +1,6 @@
 """Public functions for the metadata of a step, the rest of api.py: each one unpacks a RingSpec for its op.
 
-Each compiles to loops that fuse with what reads its results. metadata.py holds their twins on the host.
+metadata.py holds their twins on the host.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swa_inductor.metadata import DecodeMetadata, PreparedDecode
 from swa_inductor.spec import RingSpec
 
 
@@ -120,3 +121,73 @@ def prefill_index(pivots: Tensor, *, spec: RingSpec) -> Tensor:
         InvalidArgumentError: a wrong dtype or shape, at trace time as in eager mode.
     """
     return torch.ops.swa_inductor.prefill_index(pivots, window=spec.window)
+
+
+def prepare_decode(
+    lengths: Tensor,
+    accepted: Tensor,
+    state_ids: Tensor,
+    *,
+    spec: RingSpec,
+    num_slots: int,
+    valid_start: Tensor | None = None,
+    draft_counts: Tensor | None = None,
+    width: int | None = None,
+    out: PreparedDecode | None = None,
+) -> PreparedDecode:
+    """Metadata of the next decode step, from what the last one left on the device: the host need not know it.
+
+    Every sequence gets `D = spec.tokens_per_step` rows, which stand together: one sampled token and D - 1 drafts. Row j
+    has position `lengths + max(accepted, 0) + j`. It is padded (slot -1, position 0, store row -1, no visible row) when
+    its sequence is padded or bad, or when j exceeds `draft_counts`. Only the inputs count, and none is written: the
+    same call again gives the same metadata. On CUDA one launch.
+
+    Args:
+        lengths: int64 [B], base length: tokens stored and settled when the last step began.
+        accepted: int32 [B], tokens that the last step accepted, at most D; 0 where no step ran since `lengths` was set,
+            which negative values read as.
+        state_ids: int32 [B], slot of each sequence; -1 for a padded one, whose other values are ignored.
+        spec: geometry of the ring.
+        num_slots: slots of the cache; `num_slots * R` must be below 2^31.
+        valid_start: int32 [B], first position of each sequence that may be read; negative reads as 0, the default.
+        draft_counts: int32 [B], drafts of each sequence in this step, at most D - 1, the default; negative reads as 0.
+        width: columns of `index`, at least W; None for no index.
+        out: contiguous buffers as from `PreparedDecode.allocate` of the same B, spec and width, to be written in place;
+            they may not share memory with the inputs. `out.errors` is added to.
+
+    Returns:
+        `out`, or new tensors: the metadata of T = B * D rows; lengths int64 [B], position of each sequence's first row,
+        for a padded or bad sequence `lengths` as it came; errors int32 [1], the number of bad sequences. A bad sequence
+        has a state id below -1 or from num_slots on, a length that is negative or above 2^62, more than D accepted
+        tokens, more than D - 1 drafts, or a valid_start behind its first row.
+
+    Raises:
+        InvalidArgumentError: a wrong dtype, shape, stride or device, or a buffer that is an input, at trace time as in
+            eager mode; in eager mode also one that overlaps an input. Bad values are counted, never raised.
+    """
+    op = torch.ops.swa_inductor.prepare_decode
+    inputs = (lengths, accepted, state_ids, valid_start, draft_counts)
+    options = {
+        "tokens_per_step": spec.tokens_per_step,
+        "window": spec.window,
+        "ring_rows": spec.rows,
+        "num_slots": num_slots,
+        "width": width,
+    }
+    if out is None:
+        *rows, new_lengths, errors = op.default(*inputs, **options)
+        return PreparedDecode(DecodeMetadata(*(rows[:-1] if width is None else rows)), new_lengths, errors)
+    m = out.metadata
+    op.out(
+        *inputs,
+        **options,
+        token_state_ids=m.state_ids,
+        token_positions=m.positions,
+        token_valid_start=m.valid_start,
+        store_rows=m.store_rows,
+        offset_len=m.offset_len,
+        index=m.index,
+        new_lengths=out.lengths,
+        errors=out.errors,
+    )
+    return out

@@ -6,7 +6,7 @@ reading them costs no device synchronisation. On a device, bad metadata makes a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -253,6 +253,70 @@ def check_decode_index(
     _same_device(state_ids, "state_ids are", positions=positions, valid_start=valid_start)
     check_row_ids(window, ring_rows, num_slots)
     require(width is None or width >= window, "width", width, f"None or at least window={window}")
+
+
+def check_prepare_decode(
+    lengths: torch.Tensor,
+    accepted: torch.Tensor,
+    state_ids: torch.Tensor,
+    valid_start: torch.Tensor | None,
+    draft_counts: torch.Tensor | None,
+    tokens_per_step: int,
+    window: int,
+    ring_rows: int,
+    num_slots: int,
+    width: int | None,
+) -> None:
+    """Arguments of swa_inductor::prepare_decode (shapes in api_metadata.prepare_decode)."""
+    _tensor("state_ids", state_ids, (torch.int32,), (None,), "[B]")
+    sequences = state_ids.shape[0]
+    _tensor("lengths", lengths, (torch.int64,), (sequences,), f"[B={sequences}]")
+    lists = {"accepted": accepted, "valid_start": valid_start, "draft_counts": draft_counts}
+    for name, t in lists.items():
+        if t is not None:
+            _tensor(name, t, (torch.int32,), (sequences,), f"[B={sequences}]")
+    _same_device(state_ids, "state_ids are", lengths=lengths, **lists)
+    require(tokens_per_step >= 1, "tokens_per_step", tokens_per_step, "an integer of at least 1")
+    check_row_ids(window, ring_rows, num_slots)
+    require_capacity(ring_rows, window, tokens_per_step)
+    require(width is None or width >= window, "width", width, f"None or at least window={window}")
+
+
+def check_out(
+    inputs: Sequence[torch.Tensor | None],
+    out: Mapping[str, torch.Tensor | None],
+    wanted: Mapping[str, tuple[tuple[Any, ...], torch.dtype]],
+) -> None:
+    """Buffers of the caller for the results: contiguous, shape and dtype as `wanted`; None only for an absent index."""
+    device = next(t.device for t in inputs if t is not None)
+    for name, (shape, dtype) in wanted.items():
+        t, absent = out[name], name == "index" and len(shape) == 1
+        require(
+            (t is None) == absent, f"out.{name}", "None" if t is None else "a tensor", "an index exactly with width"
+        )
+        if t is None:
+            continue
+        _tensor(f"out.{name}", t, (dtype,), shape, str(list(shape)))
+        require(t.device == device, f"out.{name} device", t.device, f"{device}, where the inputs are")
+        # Inductor hands a copy of anything else to a kernel, and what the kernel wrote would be lost with it.
+        strides = (1,) if t.dim() == 1 else (shape[1], 1)
+        require(t.stride() == strides, f"out.{name} stride", t.stride(), f"{strides} (contiguous)")
+        offset = t.storage_offset() * t.element_size()
+        require(offset % 16 == 0, f"out.{name} storage offset", f"{offset} bytes", "a multiple of 16 bytes")
+        shared = any(_overlap(t, other) for other in inputs if other is not None)
+        require(not shared, f"out.{name}", "memory of an input", "memory of its own")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the ranges of addresses of two tensors meet; when traced, whether they are one."""
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
+        return a is b
+
+    def end(t: torch.Tensor) -> int:
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr() + (last + 1) * t.element_size()
+
+    return a.numel() > 0 and b.numel() > 0 and a.data_ptr() < end(b) and b.data_ptr() < end(a)
 
 
 def check_prefill_plan(

@@ -1,22 +1,22 @@
 """Metadata of a step as one argument of a compiled model, built on the host or by the ops.
 
-`build` is the host's own computation, in plain Python over lists: the twin that the ops `decode_index` and
-`prefill_plan` equal bit by bit. `from_device` calls the op, for lengths that only the device knows.
+`build` is the host's own computation, in plain Python over lists: the twin that the ops `decode_index`, `prefill_plan`
+and `prepare_decode` equal bit by bit. `from_device` calls the op, for lengths that only the device knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from swa_inductor import api_metadata
 from swa_inductor.checks import check_row_ids, check_sequences
 from swa_inductor.errors import require
+from swa_inductor.reference_inline import store_rows
 from swa_inductor.spec import RingSpec
 
 
@@ -42,15 +42,17 @@ class DecodeMetadata:
         state_ids: int32 [T], slot of each token.
         positions: int64 [T].
         valid_start: int32 [T], first position that may be read, at least 0.
+        store_rows: int32 [T], flat row id `slot * R + position % R` of each token's record; -1 for a padded row.
         offset_len: int32 [T, 2], see `decode_index`.
-        index: int32 [T, width], see `decode_index`.
+        index: int32 [T, width], see `decode_index`; None where no width was given.
     """
 
     state_ids: Tensor
     positions: Tensor
     valid_start: Tensor
+    store_rows: Tensor
     offset_len: Tensor
-    index: Tensor
+    index: Tensor | None = None
 
     @classmethod
     def build(
@@ -74,7 +76,7 @@ class DecodeMetadata:
             positions: position of each token.
             valid_start: first position that may be read; negative reads as 0, the default.
             num_tokens: T; padded rows are added up to it. Default: as many as were given.
-            width: columns of `index`; default W, never less.
+            width: columns of `index`, at least W; None for no index.
             device: where the tensors go, a copy each: under CUDA graph capture use `from_device`.
 
         Raises:
@@ -83,29 +85,31 @@ class DecodeMetadata:
         given = len(state_ids)
         _require_lengths("state_ids", given, positions=positions, valid_start=valid_start)
         check_row_ids(spec.window, spec.rows, num_slots)
-        width = spec.window if width is None else width
-        require(width >= spec.window, "width", width, f"None or at least window={spec.window}")
+        columns = spec.window if width is None else width
+        require(columns >= spec.window, "width", width, f"None or at least window={spec.window}")
         total = _host_rows(num_tokens, given)
-        rows: list[tuple[int, int, int, list[int], list[int]]] = []
+        padded = (-1, 0, 0, -1, [-1, 0], [-1] * columns)
+        rows: list[tuple[int, int, int, int, list[int], list[int]]] = []
         for t in range(given):
             slot, p, start = state_ids[t], positions[t], max(valid_start[t], 0) if valid_start is not None else 0
             require(-1 <= slot < num_slots, f"state_ids[{t}]", slot, f"-1 (padded row) to {num_slots - 1}")
             if slot < 0:
-                rows.append(_padded_row(width))
+                rows.append(padded)
                 continue
             require(p >= 0, f"positions[{t}]", p, "0 and up")
             require(start <= p, f"valid_start[{t}]", start, f"up to the position, {p}")
             lo, n = spec.visible(p, start)
             ids = [spec.flat_row(slot, q) for q in range(lo, p + 1)]
-            rows.append((slot, p, start, [ids[0], n], ids + [-1] * (width - n)))
-        rows += [_padded_row(width)] * (total - given)
-        slots, at, starts, offset_len, index = ([row[i] for row in rows] for i in range(5))
+            rows.append((slot, p, start, ids[-1], [ids[0], n], ids + [-1] * (columns - n)))
+        rows += [padded] * (total - given)
+        slots, at, starts, own, offset_len, index = ([row[i] for row in rows] for i in range(6))
         return cls(
             _tensor(slots, torch.int32, device),
             _tensor(at, torch.int64, device),
             _tensor(starts, torch.int32, device),
+            _tensor(own, torch.int32, device),
             _tensor(offset_len, torch.int32, device, 2),
-            _tensor(index, torch.int32, device, width),
+            None if width is None else _tensor(index, torch.int32, device, width),
         )
 
     @classmethod
@@ -119,16 +123,60 @@ class DecodeMetadata:
         valid_start: Tensor | None = None,
         width: int | None = None,
     ) -> DecodeMetadata:
-        """From tensors, without a synchronisation (arguments and errors: `decode_index`)."""
-        offset_len, index = api_metadata.decode_index(
-            state_ids, positions, spec=spec, num_slots=num_slots, valid_start=valid_start, width=width
+        """From tensors, without a synchronisation.
+
+        Arguments and errors: `decode_index`; but no index without `width`. A bad row keeps its state id and position.
+        """
+        offset_len, index = torch.ops.swa_inductor.decode_index(
+            state_ids,
+            positions,
+            valid_start,
+            window=spec.window,
+            ring_rows=spec.rows,
+            num_slots=num_slots,
+            width=width,
         )
         start = torch.zeros_like(state_ids) if valid_start is None else valid_start.clamp(min=0)
-        return cls(state_ids, positions, start, offset_len, index)
+        own = store_rows(offset_len[:, 1] > 0, state_ids, positions, spec.rows)
+        return cls(state_ids, positions, start, own, offset_len, None if width is None else index)
 
 
-def _padded_row(width: int) -> tuple[int, int, int, list[int], list[int]]:
-    return -1, 0, 0, [-1, 0], [-1] * width
+class PreparedDecode(NamedTuple):
+    """Results of `prepare_decode` for B sequences of D tokens.
+
+    Attributes:
+        metadata: of the step, T = B * D rows.
+        lengths: int64 [B], position of the first token of each sequence in this step: its base length in the next one.
+        errors: int32 [1], bad sequences: of this call, or of all calls since `allocate`.
+    """
+
+    metadata: DecodeMetadata
+    lengths: Tensor
+    errors: Tensor
+
+    @classmethod
+    def allocate(
+        cls, spec: RingSpec, batch: int, *, width: int | None = None, device: torch.device | str = "cpu"
+    ) -> PreparedDecode:
+        """Buffers for `prepare_decode(..., out=)`, every row padded.
+
+        Args:
+            spec: geometry of the ring; D is its `tokens_per_step`.
+            batch: B.
+            width: columns of `index`, at least W; None for no index.
+            device: where the buffers live.
+
+        Raises:
+            InvalidArgumentError: a width below W.
+        """
+        tokens = batch * spec.tokens_per_step
+        return cls(
+            DecodeMetadata.build(
+                spec, num_slots=1, state_ids=[], positions=[], num_tokens=tokens, width=width, device=device
+            ),
+            torch.zeros(batch, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -228,14 +276,15 @@ class PrefillMetadata:
     ) -> PrefillMetadata:
         """From tensors, without a synchronisation (arguments and errors: `prefill_plan`)."""
         return cls(
-            *api_metadata.prefill_plan(
+            *torch.ops.swa_inductor.prefill_plan(
                 state_ids,
                 q_lens,
                 k_lens,
-                spec=spec,
-                num_slots=num_slots,
+                valid_start,
                 num_tokens=num_tokens,
-                valid_start=valid_start,
+                window=spec.window,
+                ring_rows=spec.rows,
+                num_slots=num_slots,
             )
         )
 

@@ -1,4 +1,4 @@
-"""What the ops without a template mean, in plain torch: compiled code traces these very functions.
+"""What the ops on metadata mean, in plain torch: compiled code without a template traces these very functions.
 
 They are the part of reference.py that turns lengths and positions into rows. Only comparisons, sums and lookups: no
 sort, no scan, no data-dependent shape, so that compiled code needs no extern kernel and no synchronisation. Positions
@@ -47,6 +47,56 @@ def decode_index(
     rows = base[:, None] + (row[:, None] + column) % ring_rows
     index = torch.where(column < n[:, None], rows, -1)
     return offset_len.int(), index.int()
+
+
+LENGTH_LIMIT = 2**62
+"""No sequence is longer: positions behind it stay far from the end of int64."""
+
+
+def prepare_decode(
+    lengths: Tensor,
+    accepted: Tensor,
+    state_ids: Tensor,
+    valid_start: Tensor | None,
+    draft_counts: Tensor | None,
+    tokens_per_step: int,
+    window: int,
+    ring_rows: int,
+    num_slots: int,
+    width: int | None,
+) -> tuple[Tensor, ...]:
+    """The fields of DecodeMetadata (index of 0 columns without `width`), lengths int64 [B], errors int32 [1]."""
+    first = lengths + accepted.clamp(min=0)
+    start = torch.zeros_like(first) if valid_start is None else valid_start.long().clamp(min=0)
+    bad = (state_ids >= num_slots) | (state_ids < -1) | (lengths < 0) | (lengths > LENGTH_LIMIT)
+    bad = bad | (accepted > tokens_per_step) | (start > first)
+    j = torch.arange(tokens_per_step, device=lengths.device)
+    runs = j >= 0
+    if draft_counts is not None:
+        bad = bad | (draft_counts >= tokens_per_step)
+        runs = j <= draft_counts.clamp(min=0)[:, None]
+    bad = bad & (state_ids != -1)  # what else a padded sequence holds is nobody's
+    live = (state_ids >= 0) & ~bad
+    runs = runs & live[:, None]
+    slot = torch.where(runs, state_ids[:, None], -1).flatten()
+    position = torch.where(runs, first[:, None] + j, 0).flatten()
+    start = torch.where(runs, start[:, None], 0).flatten().int()
+    offset_len, index = decode_index(slot, position, start, window, ring_rows, num_slots, width or 0)
+    return (
+        slot,
+        position,
+        start,
+        store_rows(slot >= 0, slot, position, ring_rows),
+        offset_len,
+        index,
+        torch.where(live, first, lengths),
+        bad.sum(dtype=torch.int32)[None],
+    )
+
+
+def store_rows(live: Tensor, state_ids: Tensor, positions: Tensor, ring_rows: int) -> Tensor:
+    """int32 [T]: flat id of the row that holds each position, -1 where not `live`."""
+    return torch.where(live, state_ids.long() * ring_rows + positions % ring_rows, -1).int()
 
 
 def prefill_plan(

@@ -263,6 +263,51 @@ def inlined_calls(case: Case, x: dict[str, Tensor | None]) -> dict[str, tuple]:
     }
 
 
+def flat(step: swa.PreparedDecode) -> tuple[Tensor, ...]:
+    """The tensors of a prepared step, in the order of the op's results."""
+    return tuple(t for t in (*vars(step.metadata).values(), step.lengths, step.errors) if t is not None)
+
+
+def unflat(*tensors: Tensor) -> swa.PreparedDecode:
+    """Inverse of `flat`."""
+    *rows, lengths, errors = tensors
+    return swa.PreparedDecode(swa.DecodeMetadata(*rows), lengths, errors)
+
+
+def prepare_op(spec: swa.RingSpec, slots: int, width: int | None = None):  # noqa: ANN201
+    """prepare_decode over (lengths, accepted, state_ids, valid_start, draft_counts); `out` where buffers follow."""
+
+    def fn(lengths, accepted, ids, start, drafts, *buffers):  # noqa: ANN001, ANN202
+        out = unflat(*buffers) if buffers else None
+        step = swa.prepare_decode(
+            lengths,
+            accepted,
+            ids,
+            spec=spec,
+            num_slots=slots,
+            valid_start=start,
+            draft_counts=drafts,
+            width=width,
+            out=out,
+        )
+        return None if buffers else flat(step)
+
+    return fn
+
+
+def prepare_calls(case: Case, sequences: int) -> dict[str, tuple]:
+    """Calls of prepare_decode and its overload for a batch with padded, bad and shortened sequences."""
+    d, at = case.spec.tokens_per_step, torch.arange(sequences)
+    lengths = torch.randint(0, 1000, (sequences,), generator=torch.Generator().manual_seed(sequences))
+    start = (lengths // 3).int() if case.valid_start else None
+    drafts = (at % d).int() if case.sinks else None
+    args = [lengths, (at % (d + 1)).int(), (at % (case.slots + 2) - 1).int(), start, drafts]
+    width = case.spec.window + 2 if case.valid_start else None
+    buffers = flat(swa.PreparedDecode.allocate(case.spec, sequences, width=width))
+    fn = prepare_op(case.spec, case.slots, width)
+    return {"prepare_decode": (fn, args), "prepare_decode.out": (fn, [*args, *buffers])}
+
+
 def template_launches(code: GeneratedCode) -> list[str]:
     """Launches of our kernels; beside them a graph may fill one buffer of counters with zeros."""
     ours = [name for name in code.launches if name.startswith("triton_tem")]

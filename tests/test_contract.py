@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cases import (
     index_op,
     inlined_calls,
     prefill_op,
+    prepare_calls,
     store_op,
     template_launches,
     workspace_op,
@@ -56,6 +58,7 @@ def op_calls(case: Case, tokens: int | None = None) -> dict[str, tuple[Callable,
         "attention": (attention_op(case, tokens_per_step=step), [x[n] for n in ATTENTION_ARGS]),
         **prefill_calls(case, x),
         **inlined_calls(case, x),
+        **prepare_calls(case, 5 if tokens is None else tokens),
     }
 
 
@@ -81,10 +84,15 @@ def prefill_calls(case: Case, x: dict) -> dict[str, tuple[Callable, list]]:
     }
 
 
+def overload(name: str) -> Any:
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.swa_inductor, packet), which or "default")
+
+
 def raw_call(name: str, fn: Callable, args: list) -> tuple[Callable, tuple, dict]:
     """The call of the op itself that the public function makes."""
     seen = {}
-    op = getattr(torch.ops.swa_inductor, name).default
+    op = overload(name)
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
@@ -111,10 +119,14 @@ def test_opcheck(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_mutation_is_declared_once(name: str) -> None:
-    """C4: exactly the cache of a mutating op is written, and the schema says so."""
-    schema = getattr(torch.ops.swa_inductor, name).default._schema
+    """C4: exactly the cache of a mutating op, or every buffer of an `out` overload, is written; the schema says so."""
+    schema = overload(name)._schema
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == (["cache"] if name.startswith("store") else [])
+    if name.endswith(".out"):
+        results = overload(name.removesuffix(".out"))._schema.returns
+        assert written == [r.name for r in results] and not schema.returns
+    else:
+        assert written == (["cache"] if name.startswith("store") else [])
 
 
 def describe(value: object) -> object:
@@ -140,14 +152,14 @@ def test_one_compile_for_every_number_of_tokens(name: str) -> None:
     """C13: a dynamic token dim compiles once and W, R and the record stay literals of the code."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
-    compiled = None
+    compiled, spec = None, BY_NAME["gpt-oss"].spec
     for tokens in (5, 2, 129, 7, 12):
         fn, args = op_calls(BY_NAME["gpt-oss"], tokens)[name]
         compiled = compiled or torch.compile(fn, fullgraph=True, backend=counter)
         eager_args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         for a in args:
-            # tokens or rows of a workspace; neither the 4 slots of a cache nor the 16 heads
-            if isinstance(a, torch.Tensor) and a.shape[0] in (tokens, tokens * (BY_NAME["gpt-oss"].spec.window + 1)):
+            # tokens, rows of a workspace or of whole steps; neither the 4 slots of a cache nor the 16 heads
+            if isinstance(a, torch.Tensor) and a.shape[0] in (tokens, tokens * (spec.window + 1), tokens * 4):
                 torch._dynamo.mark_dynamic(a, 0)
         got, want = compiled(*args), fn(*eager_args)
         for value, expected in zip([*args, got], [*eager_args, want], strict=True):
@@ -277,8 +289,9 @@ def test_code_is_the_same_with_autotuning_and_wrappers() -> None:
         for options in ({}, {"max_autotune": True}):
             code = generate_code(fn, *args, options=options)
             assert "extern_kernels" not in code.call and "torch.ops" not in code.call
-            if hasattr(getattr(swa.lowerings, name), "TEMPLATE"):
-                assert len(template_launches(code)) == 1 and name in template_launches(code)[0]
+            packet = name.split(".")[0]
+            if hasattr(getattr(swa.lowerings, packet), "TEMPLATE"):
+                assert len(template_launches(code)) == 1 and packet in template_launches(code)[0]
 
 
 BAD = {

@@ -30,7 +30,9 @@ def runs(spec: swa.RingSpec, width: int | None = None) -> Runs:
 
 
 def twin(spec: swa.RingSpec, ids: list, at: list, start: list, width: int | None = None) -> tuple:
-    m = swa.DecodeMetadata.build(spec, num_slots=SLOTS, state_ids=ids, positions=at, valid_start=start, width=width)
+    m = swa.DecodeMetadata.build(
+        spec, num_slots=SLOTS, state_ids=ids, positions=at, valid_start=start, width=width or spec.window
+    )
     return m.offset_len, m.index
 
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from cases import flat
 from numerics import assert_same
 from runs import ints
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,7 +19,8 @@ V4 = swa.RingSpec(128, 6, 512, shared_kv=True)
 
 
 def decode(**changes: object) -> swa.DecodeMetadata:
-    return swa.DecodeMetadata.build(V4, **{"num_slots": 4, "state_ids": [3, -1], "positions": [50, 0], **changes})
+    step = {"num_slots": 4, "state_ids": [3, -1], "positions": [50, 0], "width": 128}
+    return swa.DecodeMetadata.build(V4, **{**step, **changes})
 
 
 def prefill(**changes: object) -> swa.PrefillMetadata:
@@ -86,7 +88,7 @@ def test_shapes_and_dtypes() -> None:
             assert (
                 t.dtype == (torch.int64 if f.name in ("positions", "q_starts") else torch.int32) and t.is_contiguous()
             )
-    assert decode(width=200).index.shape == (2, 200)
+    assert decode(width=200).index.shape == (2, 200) and decode(width=None).index is None
     assert prefill().segments.shape == (2, 3, 4) and prefill().pivots.shape == (5, 4)
     empty = swa.PrefillMetadata.build(V4, num_slots=4, state_ids=[], q_lens=[], k_lens=[])
     assert empty.segments.shape == (0, 3, 4) and empty.pivots.shape == (0, 4)
@@ -107,10 +109,28 @@ def test_from_device_is_build() -> None:
         assert_same(getattr(device, f.name), getattr(host, f.name))
     host = decode(valid_start=[-4, 0])
     device = swa.DecodeMetadata.from_device(
-        V4, num_slots=4, state_ids=ints(3, -1), positions=torch.tensor([50, 0]), valid_start=ints(-4, 0)
+        V4, num_slots=4, state_ids=ints(3, -1), positions=torch.tensor([50, 0]), valid_start=ints(-4, 0), width=128
     )
     for f in dataclasses.fields(host):
         assert_same(getattr(device, f.name), getattr(host, f.name))
+    assert host.store_rows.tolist() == [3 * 134 + 50, -1]
+    device = swa.DecodeMetadata.from_device(V4, num_slots=4, state_ids=ints(3), positions=torch.tensor([50]))
+    assert device.index is None and device.store_rows.tolist() == [3 * 134 + 50]
+
+
+def test_step_buffers() -> None:
+    """D3: fresh buffers hold padded rows only, each an allocation of its own."""
+    for width in (None, 130):
+        step = swa.PreparedDecode.allocate(V4, 3, width=width)
+        tensors = flat(step)
+        assert len({t.data_ptr() for t in tensors}) == len(tensors) == 7 + (width is not None)
+        host = decode(state_ids=[], positions=[], num_tokens=18, width=width)
+        for t, expected in zip(
+            tensors, (*flat(swa.PreparedDecode(host, torch.zeros(3).long(), ints(0))),), strict=True
+        ):
+            assert_same(t, expected)
+    with pytest.raises(swa.InvalidArgumentError, match="width: got 100; allowed: None or at least window=128"):
+        swa.PreparedDecode.allocate(V4, 3, width=100)
 
 
 def test_frozen_and_a_pytree() -> None:

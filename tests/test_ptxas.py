@@ -1,7 +1,7 @@
 """Every shipped launch configuration compiles for every architecture, within shared memory (E2, E3).
 
-Stores spill nothing, gather two words on sm_100, attention at most 16 words in some shapes; attention_prefill, where it
-holds two loops over keys, up to 64.
+Stores and prepare_decode spill nothing, gather two words on sm_100, attention at most 16 words in some shapes;
+attention_prefill, where it holds two loops over keys, up to 64.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cases import (
     index_op,
     prefill_inputs,
     prefill_op,
+    prepare_op,
     store_op,
     workspace_op,
 )
@@ -55,7 +56,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+every_capability = pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+
+
+@every_capability
 @pytest.mark.parametrize("case", SHAPES, ids=lambda c: c.name)
 def test_usage(case: Case, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
     x, y = decode_inputs(case), prefill_inputs(case, q_lens=(20, 3))
@@ -76,12 +80,27 @@ def test_usage(case: Case, capability: tuple[int, int], record_property) -> None
         usages = resource_usage(op, *args, capability=capability)
         # one configuration, none dropped and none left to a benchmark
         (u,) = [u for u in usages if u.name.startswith("triton_tem")]
-        line = (
-            f"sm_{capability[0]}{capability[1]:<3} {kernel:<18} {case.name:<24} {u.num_warps} warps "
-            f"{u.num_stages} stages {u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
-        )
-        record_property("kernel", line)
-        assert u.spills <= MAY_SPILL.get(kernel, 0) and u.shared_bytes <= card_of(capability).shared_bytes
+        judge(kernel, case.name, u, capability, record_property)
+
+
+def judge(kernel: str, case: str, u, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
+    line = (
+        f"sm_{capability[0]}{capability[1]:<3} {kernel:<18} {case:<24} {u.num_warps} warps "
+        f"{u.num_stages} stages {u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
+    )
+    record_property("kernel", line)
+    assert u.spills <= MAY_SPILL.get(kernel, 0) and u.shared_bytes <= card_of(capability).shared_bytes
+
+
+@every_capability
+@pytest.mark.parametrize("width", [None, 20, 128, 300])
+def test_usage_of_prepare_decode(width: int | None, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
+    """One per configuration of lowerings.prepare_decode.config."""
+    spec = swa.RingSpec(20, 6, 64)
+    one = torch.zeros(9, dtype=torch.int32)
+    args = (one.long(), one, one, one, one)
+    (u,) = resource_usage(prepare_op(spec, 4, width), *args, capability=capability)
+    judge("prepare_decode", f"index of {width}", u, capability, record_property)
 
 
 @pytest.mark.parametrize("heads", [8, 64])

@@ -10,8 +10,9 @@ import pytest
 
 import swa_inductor
 from swa_inductor import lowerings
-from swa_inductor.meta._library import OPS
+from swa_inductor.meta._library import OPS as OVERLOADS
 
+OPS = sorted({name.split(".")[0] for name in OVERLOADS})
 ROOT = Path(swa_inductor.__file__).parent
 TESTS = Path(__file__).parent
 ROOMS = {"meta": "{}.py", "lowerings": "{}.py", "templates": "{}.py.jinja"}

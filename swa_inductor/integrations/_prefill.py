@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swa_inductor import api, records
-from swa_inductor.integrations._state import RingState
+from swa_inductor.integrations._state import NewTokens, RingState, SlotState
 from swa_inductor.spec import RingSpec
 
 _SCORES = 1 << 25
@@ -23,8 +23,8 @@ def attend_new(
     k: Tensor,
     v: Tensor,
     ring: Tensor,
-    state: RingState,
-    state_ids: Tensor,
+    state: RingState | SlotState,
+    new: NewTokens,
     positions: Tensor,
     *,
     spec: RingSpec,
@@ -34,19 +34,17 @@ def attend_new(
 ) -> Tensor:
     """Attention of new tokens that are not stored yet: storing first would overwrite the history that they see.
 
-    Args and result as in `prefill_attention`; state_ids: int32 [B * n], -1 for padding.
+    Args and result as in `prefill_attention`; new: the same tokens as rows.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(state, SlotState):
         # One kernel, and one graph for prompts of any length. Eager code of the op gathers W keys for every token.
-        at = positions.flatten()
-        new: tuple[Tensor, Tensor | None] = (token_rows(k), token_rows(v))
+        kv: tuple[Tensor, Tensor | None] = (token_rows(k), token_rows(v))
         if records.RAW_DTYPES.get(spec.kv_format) != k.dtype:
             # As they will be read back. Writes nothing: no token has a slot.
-            nowhere = torch.full_like(state_ids, -1)
-            new = api.store_cast_back(*new, ring, nowhere, at, spec=spec)
-        starts = state.lengths[:, None].expand(positions.shape).flatten()
+            kv = api.store_cast_back(*kv, ring, torch.full_like(new.state_ids, -1), new.positions, spec=spec)
         options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": sinks}
-        rows = api.attention_prefill(token_rows(q), *new, ring, state_ids, at, starts, **options)
+        where = (ring, new.state_ids, new.positions, new.starts)
+        rows = api.attention_prefill(token_rows(q), *kv, *where, valid_start=new.valid_start, **options)
         assert isinstance(rows, Tensor)  # no lse was asked for
         return rows.unflatten(0, positions.shape)
     history = spec.window - 1 if state.longest is None else min(spec.window - 1, state.longest)

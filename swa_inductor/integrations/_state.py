@@ -1,18 +1,33 @@
-"""What the layers of a RingCache share: how far its sequences have come, on the device."""
+"""What the layers of a cache share: how far its sequences have come, or whose tokens a forward brings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swa_inductor.errors import InvalidArgumentError
+from swa_inductor.errors import InvalidArgumentError, UnsupportedError
 from swa_inductor.spec import RingSpec
 
 
+class NewTokens(NamedTuple):
+    """The tokens of a forward, those of a sequence together: N = B * q_len.
+
+    state_ids: int32 [N], -1 for padding. positions: int64 [N]. starts: int64 [N], position of the sequence's first new
+    token. valid_start: int32 [N] or None. decode: rows per sequence of a decode step, None for a prefill.
+    """
+
+    state_ids: Tensor
+    positions: Tensor
+    starts: Tensor
+    valid_start: Tensor | None
+    decode: int | None
+
+
 class RingState:
-    """What the layers of a cache share: how far its sequences have come, in tensors that keep their address.
+    """What the layers of a RingCache share: how far its sequences have come, in tensors that keep their address.
 
     lengths: int64 [B], tokens of each sequence, padding not counted.
     high_water: int64 [B], one more than the last position ever written.
@@ -28,6 +43,7 @@ class RingState:
         self.high_water = torch.zeros_like(self.lengths)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         self.slots = torch.arange(batch_size, dtype=torch.int32, device=device)
+        self.batch_size = batch_size
         self.limit, self.shortest = limit, shortest
         self.longest: int | None = None
         for t in (self.lengths, self.high_water, self.columns, self.slots):
@@ -61,10 +77,44 @@ class RingState:
         prefill = positions.shape[1] > self.shortest.tokens_per_step
         self.longest = int(self.lengths.max()) if prefill and may_sync(positions) else None
 
+    def new_tokens(self, positions: Tensor) -> NewTokens:
+        """Sequence b is in slot b; of a few tokens each, all are decoded."""
+        batch, q_len = positions.shape
+        state_ids = torch.where(positions >= 0, self.slots[:, None], -1).flatten()
+        starts = self.lengths[:, None].expand(batch, q_len).flatten()
+        decode = q_len if q_len <= self.shortest.tokens_per_step else None
+        return NewTokens(state_ids, positions.flatten(), starts, None, decode)
+
     def advance(self, positions: Tensor) -> None:
         """Count the new tokens, after the last layer."""
         self.lengths.copy_(torch.maximum(self.lengths, positions.amax(1) + 1))
         self.columns.add_(positions.shape[1])
+
+
+class SlotState:
+    """What the layers of a SlotCache share: the tokens of the forward that runs, and all that is known of them."""
+
+    batch_size = 1  # packed
+
+    def __init__(self) -> None:
+        self.tokens: NewTokens | None = None
+
+    def begin(self, positions: Tensor) -> None:
+        """Nothing to check: metadata is checked where it is made."""
+
+    def new_tokens(self, positions: Tensor) -> NewTokens:
+        """The tokens of the forward."""
+        if self.tokens is None:
+            raise InvalidArgumentError("cache: got a SlotCache outside of TransformersSlotModel; allowed: its methods")
+        return self.tokens
+
+    def advance(self, positions: Tensor) -> None:
+        """Nothing to count."""
+
+    @property
+    def columns(self) -> Tensor:
+        """What only a cache of one length has."""
+        raise UnsupportedError("a SlotCache has no length: each of its sequences has its own")
 
 
 def require_on_device(ok: Tensor, name: str, got: Callable[[], str], allowed: Callable[[], str]) -> None:

@@ -28,6 +28,7 @@ from swa_inductor.errors import UnsupportedError
 
 __all__ = [
     "arange",
+    "copy_to",
     "counters",
     "cudagraph_recordings",
     "empty_buffer",
@@ -194,6 +195,11 @@ def arange(length: Any, device: torch.device) -> Any:
 def index_put(target: Any, indices: Sequence[Any], values: Any) -> None:
     """target[indices] = values, in place."""
     lowerings[torch.ops.aten.index_put_.default](target, list(indices), values)
+
+
+def copy_to(target: Any, value: Any) -> None:
+    """target[...] = value, in place: the loop that computes `value` writes there."""
+    lowerings[torch.ops.aten.copy_.default](target, value)
 
 
 def cudagraph_recordings() -> int:

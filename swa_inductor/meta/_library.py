@@ -8,7 +8,7 @@ import torch
 
 NAMESPACE = "swa_inductor"
 OPS: list[str] = []
-"""Names of the registered ops, in order of registration."""
+"""Names of the registered ops, in order of registration; an overload is `op.overload`."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
