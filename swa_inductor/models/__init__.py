@@ -1,0 +1,1 @@
+"""Attention layers of public models, written with the public functions in plain PyTorch."""
