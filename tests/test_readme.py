@@ -37,3 +37,10 @@ def test_the_transformers_lines_run() -> None:
     scope = {"model": model, "input_ids": torch.randint(0, 64, (1, 12))}
     exec(compile(lines.replace("max_new_tokens=64", "max_new_tokens=3"), "README.md", "exec"), scope)
     assert scope["cache"].cache_bytes > 0
+
+
+def test_the_deepseek_lines_run() -> None:
+    (lines,) = [b for b in BLOCKS if "deepseek_v4" in b]
+    scope: dict = {"__name__": "readme"}
+    exec(compile(lines, "README.md", "exec"), scope)
+    assert scope["out"].isfinite().all() and scope["layer"].cache.any()
