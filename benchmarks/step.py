@@ -19,7 +19,7 @@ from benchmarks import _measure
 from swa_inductor.integrations.transformers import TransformersSlotModel
 from swa_inductor.serving import DecodeStep
 
-BUCKETS, STEPS, MAX_LENGTH = (1, 8, 64), 200, 4096
+BUCKETS, STEPS, MAX_LENGTH = (8, 64), 200, 4096
 
 
 def gemma() -> Gemma3ForCausalLM:
