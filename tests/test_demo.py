@@ -139,7 +139,7 @@ def test_verdict(dtype: str, kv_format: str, identical: bool, clear_misses: int,
 
 def test_missing_compiler_is_said_before_any_work(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(demo, "load", lambda *arguments: pytest.fail("loaded a model"))
     code, output = invoke("--model", tiny_model, "--device", "cpu")
     assert code == 2

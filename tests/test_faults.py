@@ -1,7 +1,8 @@
 """Faults that other projects have had, with their own inputs, where no test of an op holds them already.
 
-Faults of the ring and the window have ids A1 and up, of the records B1 and up. A test names those that it guards
-against in its docstring; the last test here asks for every one of them.
+Faults of the ring and the window have ids A1 and up, of the records B1 and up, of graphs and metadata D1 and up, of
+scheduling F1 and up. A test names those that it guards against in its docstring; the last test here asks for every one
+of them.
 """
 
 from __future__ import annotations
@@ -222,8 +223,12 @@ def test_stores_keep_to_their_record(dim: int) -> None:
     assert_same(cache, want)
 
 
-RING_AND_WINDOW = (1, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 19, 20)
-RECORDS = (1, 2, 3, 5, 6, 8, 10, 11, 12)
+KINDS = {
+    "A": (1, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 19, 20),
+    "B": (1, 2, 3, 5, 6, 8, 10, 11, 12),
+    "D": (1, 2, 3, 5, 7, 8, 9, 11, 12, 13),
+    "F": (1, 2, 4, 5, 6, 7, 9, 10, 12, 14),
+}
 
 
 def test_every_fault_is_named_in_a_test() -> None:
@@ -231,6 +236,5 @@ def test_every_fault_is_named_in_a_test() -> None:
     for path in Path(__file__).parent.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                named |= set(re.findall(r"\b[AB]\d+\b", ast.get_docstring(node) or ""))
-    wanted = {f"A{n}" for n in RING_AND_WINDOW} | {f"B{n}" for n in RECORDS}
-    assert not wanted - named
+                named |= set(re.findall(r"\b[ABDF]\d+\b", ast.get_docstring(node) or ""))
+    assert not {f"{kind}{n}" for kind, numbers in KINDS.items() for n in numbers} - named

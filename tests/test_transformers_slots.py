@@ -95,6 +95,21 @@ def test_mixed_prefills(kv_format: str) -> None:
     assert (error < 1e-4) == (kv_format == "fp32")
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_prefill_from_a_valid_start_on(traced: bool) -> None:
+    """A12: nothing before it is read, from NaN codes neither; rotary positions are relative: the tokens from it on."""
+    model = slot_model()
+    run = torch.compile(model.prefill, backend="eager", fullgraph=True) if traced else model.prefill
+    tokens, start = prompt(40, 1, VOCAB), 13
+    for first, end in ((start, 20), (20, 40)):
+        metadata = PrefillMetadata.build(
+            model.spec, num_slots=4, state_ids=[2], q_lens=[end - first], k_lens=[end], valid_start=[start]
+        )
+        with torch.no_grad():
+            logits = run(torch.tensor(tokens[first:end]), metadata, torch.tensor([end - first - 1]))
+    torch.testing.assert_close(logits[0], stock(model, tokens[start:])[-1], atol=2e-3, rtol=1e-3)
+
+
 def test_other_slots_keep_their_bytes() -> None:
     """D13, F9: prefill and steps of one slot leave every other byte of the state alone."""
     model = slot_model()
@@ -145,6 +160,10 @@ def test_what_slots_cannot_do_is_refused() -> None:
     for method in ("reset", "reorder_cache", "crop"):
         with pytest.raises(UnsupportedError, match="a SlotCache"):
             getattr(model.cache, method)(1)
+    metadata = PrefillMetadata.build(model.spec, num_slots=9, state_ids=[8], q_lens=[5], k_lens=[5])
+    with pytest.raises(InvalidArgumentError, match="state_ids: got 8; allowed: -1 .padding. to 3"):
+        model.prefill(ids[0], metadata, at[0])
+    assert (model.cache.rings == 0xFF).all()
     with pytest.raises(InvalidArgumentError, match="tokens dtype"):
         prefill(_Halved(model), [(0, [1, 2], 2)])
     for wrong in ({"max_length": 0}, {"tokens_per_step": 0}, {"kv_format": "int3"}, {"num_slots": 0}):

@@ -9,9 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swa_inductor import api, records
+from swa_inductor.banded import packed_attention
 from swa_inductor.metadata import DecodeMetadata, PrefillMetadata
 from swa_inductor.spec import RingSpec
 from swa_inductor.state import StateLayout
+
+_BAND = 128
+"""Queries at a time in plain torch: more of them waste work on the corners of the band."""
 
 
 class Layer(nn.Module):
@@ -55,11 +59,16 @@ class Layer(nn.Module):
     def prefill(self, x: Tensor, cache: Tensor, metadata: PrefillMetadata) -> Tensor:
         """First attend, to keys and values as they will be read back, then write the new tokens."""
         q, k, v = self.project(x, metadata.positions)
-        nowhere = torch.full_like(metadata.state_ids, -1)
-        new = api.store_cast_back(k, v, cache, nowhere, metadata.positions, spec=self.spec)
-        where = (cache, metadata.state_ids, metadata.positions)
-        attended = api.attention_prefill(q, *new, *where, metadata.q_starts, **self.options(metadata.valid_start))
-        assert isinstance(attended, Tensor)
+        m, options = metadata, self.options(metadata.valid_start)
+        where = (cache, m.state_ids, m.positions)
+        attended: Any
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            scale = self.spec.head_dim**-0.5
+            attended = packed_attention(q, k, v, *where, m.q_starts, scale=scale, softcap=None, **options)
+        else:
+            nowhere = torch.full_like(m.state_ids, -1)
+            back = api.store_cast_back(k, v, cache, nowhere, m.positions, spec=self.spec)
+            attended = api.attention_prefill(q, *back, *where, m.q_starts, **options)
         api.store(k, v, *where, spec=self.spec)
         return self.finish(x, attended)
 
@@ -70,13 +79,16 @@ class Layer(nn.Module):
         q, k, v = self.project(x, at)
         k, v = (records.round_trip(t, spec.kv_format, spec.min_amax) for t in (k, v))
         q, k, v = (t.double().repeat_interleave(self.heads[0] // t.shape[1], 1).transpose(0, 1) for t in (q, k, v))
-        distance = at[:, None] - at
-        hidden = (distance < 0) | (distance >= spec.window)
-        scores = (q @ k.transpose(1, 2) * spec.head_dim**-0.5).masked_fill(hidden, -torch.inf)
-        if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, count, 1)], 2)
-        attended = (scores.softmax(-1)[..., :count] @ v).transpose(0, 1)
-        return self.finish(x, attended)
+        parts = []
+        for i in range(0, count, _BAND):
+            low, end = max(0, i - spec.window + 1), min(i + _BAND, count)
+            distance = at[i:end, None] - at[low:end]
+            hidden = (distance < 0) | (distance >= spec.window)
+            scores = (q[:, i:end] @ k[:, low:end].transpose(1, 2) * spec.head_dim**-0.5).masked_fill(hidden, -torch.inf)
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, end - i, 1)], 2)
+            parts.append(scores.softmax(-1)[..., : end - low] @ v[:, low:end])
+        return self.finish(x, torch.cat(parts, 1).transpose(0, 1))
 
 
 class SmallModel(nn.Module):
