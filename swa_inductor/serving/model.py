@@ -15,8 +15,9 @@ class SlotModel(Protocol):
     """A decoder whose layers keep the keys and values of `num_slots` sequences in rings.
 
     Both forwards take the tokens of several sequences in one packed row, with a state id per token, -1 for padding.
-    They read no values on the host, so that `torch.compile(fullgraph=True)` takes them; compiled with fixed T they
-    compile once. Neither keeps anything about a sequence but its records: how long it is stands in the metadata.
+    `torch.compile(fullgraph=True)` takes them, and with fixed T compiles them once; compiled or captured in a CUDA
+    graph, they read no values on the host. Neither keeps anything about a sequence but its records: how long it is
+    stands in the metadata.
 
     Attributes:
         spec: the ring with the smallest window, for which metadata is made; its `tokens_per_step` is D.
