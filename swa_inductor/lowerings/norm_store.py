@@ -26,21 +26,17 @@ TEMPLATE = _inductor.triton_template("norm_store", grid, source("norm_store"))
 
 def lower_cuda(x: Any, x_weight: Any, k: Any, v: Any, *args: Any, x_eps: float, **options: Any) -> Any:
     width = _inductor.int_of(x.get_size()[1])
-    dims = [_inductor.int_of(t.get_size()[2]) for t in (k, v) if t is not None]
-    return store.launch(
-        TEMPLATE,
-        _inductor.fixed_layout(x.get_device(), x.get_dtype(), x.get_size()),
-        *(k, v, *args),
-        x=x,
-        x_weight=x_weight,
-        **options,
+    dims = [_inductor.int_of(vector.get_size()[2]) for vector in (k, v) if vector is not None]
+    constants = {
         **config(max(dims), width),
-        N=width,
-        N_BLOCK=next_power_of_2(width),
-        X_EPS=x_eps,
-        X_TYPE=_attend.DOT_TYPES[x.get_dtype()],
-        X_WEIGHT_GIVEN=x_weight is not None,
-    )
+        "N": width,
+        "N_BLOCK": next_power_of_2(width),
+        "X_EPS": x_eps,
+        "X_TYPE": _attend.DOT_TYPES[x.get_dtype()],
+        "X_WEIGHT_GIVEN": x_weight is not None,
+    }
+    normed = _inductor.fixed_layout(x.get_device(), x.get_dtype(), x.get_size())
+    return store.launch(TEMPLATE, normed, k, v, *args, x=x, x_weight=x_weight, more=constants, **options)
 
 
 def lower_cpu(x: Any, x_weight: Any, *args: Any, x_eps: float, **options: Any) -> Any:

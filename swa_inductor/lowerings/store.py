@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,10 @@ def launch(
     x: Any = None,
     x_weight: Any = None,
     v_back: Any = None,
-    **more: Any,
+    more: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Launch a template of the family; `x` and `x_weight` come before k, `v_back`, which is written, comes last."""
+    """Launch a template of the family; `x` and `x_weight` come before k, `v_back`, which is written, comes last;
+    `more`: constants beside those of store."""
     named = {"x": x, "x_weight": x_weight, "k": k, "v": v, "cache": cache, "state_ids": state_ids}
     named |= {"positions": positions, "norm_weight": norm_weight, "rope": rope, "v_back": v_back}
     present = [name for name, node in named.items() if node is not None]
@@ -78,7 +79,7 @@ def launch(
         mutated=[present.index(name) for name in ("cache", "v_back") if name in present],
         producers=[i for i, name in enumerate(present) if name in fusable],
         call_sizes=[tokens, kv_heads],
-        **{**constants, **more},
+        **{**constants, **(more or {})},
     )
 
 
@@ -115,7 +116,7 @@ def write_cpu(
     if norm_eps is not None:
         k = rounded(lambda k, weight: rms_norm(k, weight, norm_eps), k, norm_weight)
     if rope is not None:
-        k = rounded(lambda k, *where: rotate(k, *where, rope_interleaved), k, positions, rope)
+        k = rounded(lambda k, at, table: rotate(k, at, table, rope_interleaved), k, positions, rope)
         state_ids = _inductor.inline(within, rope, state_ids, positions)
     if _inductor.known_int(k.get_size()[0]) != 0:
         plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)

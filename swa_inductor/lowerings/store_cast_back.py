@@ -20,9 +20,9 @@ def lower_cuda(k: Any, v: Any, cache: Any, *args: Any, **options: Any) -> tuple[
         TEMPLATE,
         _inductor.fixed_layout(k.get_device(), k.get_dtype(), k.get_size()),
         *(k, v, cache, *args),
+        more=_records.constants(cache),
         v_back=None if v is None else v_back,
         **options,
-        **_records.constants(cache),
     )
     return k_back, v_back
 
