@@ -38,7 +38,7 @@ def store(
         norm_weight: [head_dim], bf16, fp16 or fp32; needs norm_eps.
         rope: fp32 [num_positions, rope_dim], cos, then sin, of each position and pair: turns the last rope_dim dims of
             k by its position; None for no RoPE. Positions are below num_positions.
-        rope_interleaved: the pairs are adjacent dims; else dims i and i + rope_dim / 2 of those that turn.
+        rope_interleaved: the pairs are adjacent dims, head_dim even; else dims i and i + rope_dim / 2 that turn.
 
     Raises:
         InvalidArgumentError: a wrong dtype, shape, stride or device, at trace time as in eager mode; in eager mode on
