@@ -13,10 +13,9 @@ from swa_inductor.api import (
     merge_attention,
     ring_read_raw,
     ring_write_raw,
-    store,
-    store_cast_back,
 )
 from swa_inductor.api_metadata import decode_index, prefill_index, prefill_plan, prepare_decode
+from swa_inductor.api_store import norm_store, store, store_cast_back
 from swa_inductor.errors import InvalidArgumentError, OutOfSlotsError, UnsupportedError
 from swa_inductor.metadata import DecodeMetadata, PrefillMetadata, PreparedDecode
 from swa_inductor.spec import RawRingSpec, RingSpec
@@ -44,6 +43,7 @@ __all__ = [
     "decode_index",
     "gather",
     "merge_attention",
+    "norm_store",
     "prefill_index",
     "prefill_plan",
     "prepare_decode",

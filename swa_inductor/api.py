@@ -5,29 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swa_inductor.api_store import store
 from swa_inductor.spec import RawRingSpec, RingSpec
-
-
-def store(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec) -> None:
-    """Write the record of each token into row `position % R` of the ring of its slot, in place.
-
-    Args:
-        k: [T, num_kv_heads, head_dim], bf16, fp16 or fp32, after norm and RoPE; any strides.
-        v: [T, num_kv_heads, v_head_dim], dtype of `k`; None when K = V.
-        cache: uint8 [num_slots, R, num_kv_heads, record_bytes], any strides but adjacent record bytes; written.
-        state_ids: int32 [T], slot of each token's sequence; -1 for a padded row, which writes no byte.
-        positions: int64 [T], from 0. The tokens of one sequence stand together in order of position; of more than R
-            tokens of a sequence only the last R are written, so a row has one writer and the bytes do not depend on
-            scheduling.
-        spec: geometry and record format of the ring.
-
-    Raises:
-        InvalidArgumentError: a wrong dtype, shape, stride or device, at trace time as in eager mode; in eager mode on
-            the CPU also a wrong state id or position. Compiled code and CUDA devices treat such a row as padded.
-
-    Example: a decode step first stores its new tokens, then calls `attention`.
-    """
-    torch.ops.swa_inductor.store(k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax)
 
 
 def attention(
@@ -132,22 +111,6 @@ def ring_read_raw(
     return torch.ops.swa_inductor.ring_read_raw(
         cache, state_ids, positions, valid_start, window=spec.ratio, kv_format=spec.dtype
     )
-
-
-def store_cast_back(
-    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec
-) -> tuple[Tensor, Tensor | None]:
-    """`store`, and the vectors as they will be read back, so that prefill attends to the numbers that decode will read.
-
-    Args and errors as in `store`; the result does not depend on which tokens write.
-
-    Returns:
-        k and v (None when K = V) after the round trip through the record format, shapes and dtypes of the inputs.
-    """
-    k_back, v_back = torch.ops.swa_inductor.store_cast_back(
-        k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax
-    )
-    return k_back, None if v is None else v_back
 
 
 def gather(

@@ -99,6 +99,30 @@ def decode_inputs(case: Case, seed: int = 0) -> dict[str, Tensor | None]:
     }
 
 
+EPS, X_EPS = 2.0**-8, 0.75
+"""Of the norms: large enough to show in bf16."""
+
+
+def norm_inputs(case: Case, x: dict, width: int = 40, rope_dim: int = 64, rows: int | None = None) -> dict:
+    """The inputs `x`, and what norm and RoPE take besides: weights, a RoPE table, rows x [T, width].
+
+    k and x hold whole numbers: their squares add up to the same in any order, so that bytes can be compared. Both are
+    slices of one merged projection, as the layers of models have them.
+    """
+    g = torch.Generator().manual_seed(17)
+    tokens, heads, dim = x["k"].shape
+    merged = torch.randint(-9, 10, (tokens, width + heads * dim + 8), generator=g).to(case.dtype)
+    angles = torch.rand(int(x["positions"].max()) + 1 if rows is None else rows, rope_dim // 2, generator=g) * 6.3
+    return {
+        **x,
+        "x": merged[:, 8 : 8 + width],
+        "k": merged[:, 8 + width :].unflatten(1, (heads, dim)),
+        "x_weight": torch.rand(width, generator=g) + 0.5,
+        "norm_weight": (torch.rand(dim, generator=g) + 0.5).to(case.dtype),
+        "rope": torch.cat([angles.cos(), angles.sin()], 1),
+    }
+
+
 def prefill_inputs(case: Case, seed: int = 0, q_lens: tuple[int, ...] = (1, 7, 0, 40, 3)) -> dict[str, Tensor | None]:
     """A mixed batch: decode and prefill tokens, an empty sequence, history or none, wrapped or not, padding at the end.
 
@@ -183,9 +207,19 @@ def index_op(case: Case):  # noqa: ANN201
     return fn
 
 
-def cast_back_op(case: Case):  # noqa: ANN201
-    def fn(k, v, cache, state_ids, positions):  # noqa: ANN001, ANN202
-        return swa.store_cast_back(k, v, cache, state_ids, positions, spec=case.spec)
+def cast_back_op(case: Case, norm_eps: float | None = None, interleaved: bool = True):  # noqa: ANN201
+    def fn(k, v, cache, state_ids, positions, norm_weight=None, rope=None):  # noqa: ANN001, ANN202
+        options = {"norm_eps": norm_eps, "norm_weight": norm_weight, "rope": rope, "rope_interleaved": interleaved}
+        return swa.store_cast_back(k, v, cache, state_ids, positions, spec=case.spec, **options)
+
+    return fn
+
+
+def norm_store_op(case: Case, norm_eps: float | None = EPS, interleaved: bool = True):  # noqa: ANN201
+    def fn(x, x_weight, k, v, cache, state_ids, positions, norm_weight=None, rope=None):  # noqa: ANN001, ANN202
+        options = {"norm_eps": norm_eps, "norm_weight": norm_weight, "rope": rope, "rope_interleaved": interleaved}
+        args = (x, k, v, cache, state_ids, positions)
+        return swa.norm_store(*args, spec=case.spec, x_eps=X_EPS, x_weight=x_weight, **options)
 
     return fn
 
@@ -206,9 +240,10 @@ def plain_pivots(case: Case, x: dict) -> Tensor:
     return torch.tensor(rows + [(0, 0, 0, 0)] * (len(x["positions"]) - first), dtype=torch.int32)
 
 
-def store_op(case: Case):  # noqa: ANN201  a closure over the geometry
-    def fn(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor) -> None:
-        swa.store(k, v, cache, state_ids, positions, spec=case.spec)
+def store_op(case: Case, norm_eps: float | None = None, interleaved: bool = True):  # noqa: ANN201  a closure over the geometry
+    def fn(k, v, cache, state_ids, positions, norm_weight=None, rope=None) -> None:  # noqa: ANN001
+        options = {"norm_eps": norm_eps, "norm_weight": norm_weight, "rope": rope, "rope_interleaved": interleaved}
+        swa.store(k, v, cache, state_ids, positions, spec=case.spec, **options)
 
     return fn
 
@@ -320,4 +355,6 @@ def template_launches(code: GeneratedCode) -> list[str]:
 PREFILL_ARGS = ("q", "k", "v", "cache", "state_ids", "positions", "q_starts", "valid_start", "sinks")
 GATHER_ARGS = ("cache", "slots", "starts", "lower", "k", "v")
 STORE_ARGS = ("k", "v", "cache", "state_ids", "positions")
+TURN_ARGS = (*STORE_ARGS, "norm_weight", "rope")
+NORM_STORE_ARGS = ("x", "x_weight", *TURN_ARGS)
 ATTENTION_ARGS = ("q", "cache", "state_ids", "positions", "valid_start", "sinks")

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ATTENTION_ARGS, BY_NAME, CASES, STORE_ARGS, Case, attention_op, decode_inputs, store_op, vectors
-from numerics import assert_as_good_as, assert_same
+from cases import (
+    ATTENTION_ARGS,
+    BY_NAME,
+    CASES,
+    EPS,
+    NORM_STORE_ARGS,
+    STORE_ARGS,
+    TURN_ARGS,
+    Case,
+    attention_op,
+    cast_back_op,
+    decode_inputs,
+    norm_inputs,
+    norm_store_op,
+    store_op,
+    vectors,
+)
+from numerics import assert_as_good_as, assert_same, relative_error
 from test_attention import exact
 from torch._dynamo.utils import counters
 
@@ -29,6 +45,37 @@ def test_store_bytes(case: Case, seed: int) -> None:
     torch.compile(store_op(case), fullgraph=True)(*args)
     store_op(case)(*(x[n] for n in STORE_ARGS))
     assert_same(args[2].cpu(), x["cache"])
+
+
+def assert_same_but_for_ties(case: Case, value: torch.Tensor, want: torch.Tensor) -> None:
+    """The device fuses multiplications and additions and takes roots in its own way: rare ties round otherwise."""
+    assert value.shape == want.shape and value.dtype == want.dtype
+    if value.dtype == torch.uint8 and case.spec.kv_format == "fp32":
+        value, want = value.view(torch.float32), want.view(torch.float32)
+    if value.dtype == torch.uint8:
+        assert (value != want).float().mean() < 1e-3
+    elif value.dtype == torch.float32 and case.spec.kv_format == "fp32":
+        assert relative_error(value, want) < 1e-6
+    else:
+        assert relative_error(value, want) < 2e-3
+
+
+@every_case
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+def test_norm_and_rope_in_stores(case: Case, interleaved: bool) -> None:
+    x = norm_inputs(case, decode_inputs(case), width=1280)
+    for make, names in ((store_op, TURN_ARGS), (cast_back_op, TURN_ARGS), (norm_store_op, NORM_STORE_ARGS)):
+        op, where = make(case, EPS, interleaved), names.index("cache")
+        args = [x["cache"].clone() if n == "cache" else x[n] for n in names]
+        on_gpu = to_gpu(args)
+        want = op(*args)
+        torch._dynamo.reset()
+        got = torch.compile(op, fullgraph=True)(*on_gpu)
+        assert not torch.equal(args[where], x["cache"])
+        assert_same_but_for_ties(case, on_gpu[where].cpu(), args[where])
+        for value, expected in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
+            if expected is not None:
+                assert_same_but_for_ties(case, value.cpu(), expected)
 
 
 @every_case

@@ -17,14 +17,18 @@ import test_structure
 import torch
 from cases import (
     ATTENTION_ARGS,
+    EPS,
     FP32,
     GATHER_ARGS,
+    NORM_STORE_ARGS,
     PREFILL_ARGS,
     STORE_ARGS,
     Case,
     attention_op,
     decode_inputs,
     gather_op,
+    norm_inputs,
+    norm_store_op,
     prefill_inputs,
     prefill_op,
     store_op,
@@ -32,6 +36,7 @@ from cases import (
 from test_attention import exact as attention_exact
 from test_attention_prefill import exact as prefill_exact
 from test_gather import plain as plain_gather
+from test_norm_store import stored
 from test_oracle import Ops, _one_thread, functions, run_schedule  # noqa: F401
 from test_store import plain_store
 
@@ -195,6 +200,15 @@ def check_store(code_of: Code) -> None:
     assert torch.equal(x["cache"]._base, want)
 
 
+def check_norm_store(code_of: Code, interleaved: bool = True, rows: int | None = None) -> None:
+    x = norm_inputs(SMALL, decode_inputs(SMALL), rope_dim=32, rows=rows)
+    want_cache, want = stored(SMALL, x, interleaved)
+    args = [x[n] for n in NORM_STORE_ARGS]
+    (out,) = run_on_cpu(code_of(norm_store_op(SMALL, EPS, interleaved), args), args)
+    assert torch.equal(out, want)
+    assert torch.equal(x["cache"], want_cache)
+
+
 def check_attention(code_of: Code, case: Case = SMALL) -> None:
     x = strided(case, decode_inputs(case))
     args = [x[n] for n in ATTENTION_ARGS]
@@ -231,6 +245,29 @@ MUTANTS = {
     "no valid_start": ("attention", partial(check_attention, case=STARTING), *NO_START),
     "no valid_start, prefill": ("attention_prefill", partial(check_prefill, case=STARTING), *NO_START),
     "scales rounded down": ("store", check_store, "((amax & 0x7FFFFF) > 0x600000).to(tl.int32)", "0"),
+    "RoPE turns back": ("norm_store", check_norm_store, "a * cos - b * sin", "a * cos + b * sin"),
+    "halves turn back": (
+        "norm_store",
+        partial(check_norm_store, interleaved=False),
+        "(upper, sin, -sin)",
+        "(upper, -sin, sin)",
+    ),
+    "halves for pairs": (
+        "norm_store",
+        check_norm_store,
+        "{%- if ROPE_INTERLEAVED %}",
+        "{%- if not ROPE_INTERLEAVED %}",
+    ),
+    "RoPE of the first dims": ("norm_store", check_norm_store, "- {{(K_DIM - ROPE_DIM) // 2}}", "- 0"),
+    "norm without eps": ("norm_store", check_norm_store, " + NORM_EPS)", ")"),
+    "norm of x without eps": ("norm_store", check_norm_store, " + X_EPS)", ")"),
+    "norm not rounded": ("norm_store", check_norm_store, "{{x}} = {{x}}.to(K.dtype.element_ty).to(tl.float32)", ""),
+    "position beyond the table": (
+        "norm_store",
+        partial(check_norm_store, rows=20),
+        'writes = writes & (position < {{size("ROPE", 0)}})',
+        "",
+    ),
     "contiguous, store": ("store", check_store, *CONTIGUOUS),
     "contiguous, attention": ("attention", check_attention, *CONTIGUOUS),
     "contiguous, prefill": ("attention_prefill", check_prefill, *CONTIGUOUS),

@@ -11,16 +11,21 @@ import torch
 from cases import (
     ATTENTION_ARGS,
     BF16,
+    EPS,
     FP32,
     GATHER_ARGS,
+    NORM_STORE_ARGS,
     PREFILL_ARGS,
     STORE_ARGS,
+    TURN_ARGS,
     Case,
     attention_op,
     cast_back_op,
     decode_inputs,
     gather_op,
     index_op,
+    norm_inputs,
+    norm_store_op,
     prefill_inputs,
     prefill_op,
     prepare_op,
@@ -91,6 +96,26 @@ def note(kernel: str, case: str, u, capability: tuple[int, int], record_property
         f"{u.num_stages} stages {u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
     )
     record_property("kernel", line)
+
+
+@every_capability
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize(
+    ("case", "width"),
+    [(SHAPES[0], 1280), (SHAPES[2], 7168), (SHAPES[4], 1536), (SHAPES[7], 40)],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_usage_of_norm_and_rope(case, width, interleaved, capability, record_property) -> None:  # noqa: ANN001
+    """The stores with norm and RoPE spill nothing either."""
+    x = norm_inputs(case, decode_inputs(case), width)
+    for kernel, op, names in (
+        ("store, norm, RoPE", store_op, TURN_ARGS),
+        ("store_cast_back", cast_back_op, TURN_ARGS),
+        ("norm_store", norm_store_op, NORM_STORE_ARGS),
+    ):
+        (u,) = resource_usage(op(case, EPS, interleaved), *(x[n] for n in names), capability=capability)
+        note(kernel, f"{case.name}, x {width}", u, capability, record_property)
+        assert u.spills == 0 and u.shared_bytes <= card_of(capability).shared_bytes
 
 
 @every_capability
