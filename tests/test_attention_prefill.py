@@ -8,10 +8,11 @@ import pytest
 import torch
 from cases import BY_NAME, CASES, PREFILL_ARGS, Case, prefill_inputs, prefill_op, template_launches, vectors
 from numerics import assert_as_good_as, assert_same
+from torch.testing import FileCheck
 
 import swa_inductor as swa
-from swa_inductor import records, reference
-from swa_inductor.testing import generate_code, run_on_cpu
+from swa_inductor import lowerings, records, reference
+from swa_inductor.testing import GeneratedCode, generate_code, run_on_cpu
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
@@ -54,6 +55,25 @@ def test_reference_is_store_and_attend_token_by_token(case: Case) -> None:
 
 @every_case
 def test_generated_source(case: Case) -> None:
+    check_generated_source(case)
+
+
+@pytest.mark.parametrize("shared", [1, 4, 16])
+def test_tokens_that_share_a_window(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of 128 rows takes its tokens two at a time; with few processors, or many tokens, up to 16 in all."""
+    monkeypatch.setattr(lowerings.attention_prefill, "tokens_that_share", lambda tokens, processors: shared)
+    case = Case("64 heads", swa.RingSpec(21, 6, 512, shared_kv=True), 64, sinks=True, valid_start=True)
+    code = check_generated_source(case)
+    FileCheck().check(f"BLOCK_T : tl.constexpr = {max(2, shared)}").run(code.source)
+
+
+def test_programs_cover_the_processors() -> None:
+    tokens = {n: lowerings.attention_prefill.tokens_that_share(n, 132) for n in (0, 1, 132, 133, 1000, 2048, 10**6)}
+    assert tokens == {0: 1, 1: 1, 132: 1, 133: 2, 1000: 8, 2048: 16, 10**6: 16}
+
+
+def check_generated_source(case: Case) -> GeneratedCode:
+    """The sm_90 source and the eager code against fp64, in the tokens of `prefill_inputs`."""
     x = prefill_inputs(case)
     args = [x[n] for n in PREFILL_ARGS]
     code = generate_code(prefill_op(case), *args)
@@ -66,6 +86,7 @@ def test_generated_source(case: Case) -> None:
         assert not out[~live].any() and (lse[~live] == -math.inf).all()
         assert_as_good_as(out[live], want[live], plain[live].to(case.dtype), factor)
         torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=2e-5)
+    return code
 
 
 @pytest.mark.parametrize("name", ["v4", "gpt-oss", "fp32-mxfp8"])

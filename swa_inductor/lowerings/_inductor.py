@@ -37,6 +37,7 @@ __all__ = [
     "inline",
     "int_of",
     "known_int",
+    "likely_int",
     "lower",
     "render_template",
     "triton_template",
@@ -152,6 +153,11 @@ def int_of(size: Any) -> int:
 def known_int(size: Any) -> int | None:
     """A size if it is known at compile time, without guarding on it."""
     return int(size) if getattr(size, "is_number", isinstance(size, int)) else None
+
+
+def likely_int(size: Any, otherwise: int) -> int:
+    """A size as it was in the call that is compiled, without guarding on it; `otherwise` where it depends on data."""
+    return V.graph.sizevars.optimization_hint(size, fallback=otherwise)
 
 
 def counters(device: torch.device, count: int) -> Any:
