@@ -6,8 +6,10 @@ import argparse
 import datetime
 import json
 import math
+import os
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ ROTATE_BYTES = 150 << 20
 
 DEVICE = "cuda"
 """Where benchmarks run; "cpu" under --check, where nothing is compiled and nothing is timed."""
+
+TIMED = True
+"""False in the processes of `warm`: every function is called once."""
 
 Inputs = tuple[Tensor | None, ...]
 
@@ -43,9 +48,9 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 def microseconds(fn: Callable[..., Any], inputs: Sequence[Inputs], target_ms: float = 150.0) -> float:
     """Median time of one call: a CUDA graph calls `fn` on each set of inputs, each call with outputs of its own.
 
-    Under --check it is called once, and the time is NaN.
+    Under --check and in `warm` it is called once, and the time is NaN.
     """
-    if DEVICE == "cpu":
+    if not TIMED:
         fn(*inputs[0])
         return math.nan
     stream = torch.cuda.Stream()
@@ -129,13 +134,15 @@ def report(
     `options` adds arguments of its own, and --check; `run` is called with what was given, without `options` with
     nothing.
     """
-    global DEVICE
+    global DEVICE, TIMED
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     if options is not None:
         options(parser)
         parser.add_argument("--check", action="store_true", help="small, on the CPU, uncompiled: results, not times")
+        parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    TIMED = not (getattr(args, "check", False) or getattr(args, "warm", False))
     if getattr(args, "check", False):
         DEVICE = "cpu"
     elif not torch.cuda.is_available() and not getattr(args, "figures", None):
@@ -147,8 +154,20 @@ def report(
     widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    if args.json and not getattr(args, "figures", None) and DEVICE != "cpu":
+    if args.json and not getattr(args, "figures", None) and TIMED:
         args.json.write_text(json.dumps({"benchmark": name, **_circumstances(), "rows": rows}, indent=1) + "\n")
+
+
+def warm(name: str, arguments: Sequence[Sequence[str]]) -> None:
+    """Run a benchmark untimed with each of these arguments, all at once: the caches on disk then hold what it compiles.
+
+    Each process compiles one thing after the other: about as many of them as there are cores are right.
+    """
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--warm"]
+    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    for job in [subprocess.Popen([*command, *some], env=environment, **silent) for some in arguments]:
+        job.wait()
 
 
 def _cell(value: Any) -> str:

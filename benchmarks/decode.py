@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -280,7 +278,7 @@ LIMITS = {"bmm": 2e-2, "ring": 2e-2}
 SINKLESS = ("SDPA", "FlexAttention")
 
 
-def fastest(name: str, case: Case, want: Tensor | None, us: Callable[..., float]) -> tuple[float | None, str]:
+def fastest(name: str, case: Case, want: Tensor | None) -> tuple[float | None, str]:
     """Time of the fastest way that works, and its name. A way that fails gives a line on stderr where none works."""
     best: tuple[float | None, str] = (None, "")
     problems = []
@@ -294,7 +292,7 @@ def fastest(name: str, case: Case, want: Tensor | None, us: Callable[..., float]
                 error = float((got[-len(want) :].double() - want).norm() / want.norm())
                 if not error <= LIMITS.get(name, 5e-3):
                     raise ArithmeticError(f"error {error:.2e}")
-            took = us(step, inputs)
+            took = _measure.microseconds(step, inputs, target_ms=75)
         except StopIteration:
             break
         except Exception as error:  # does not fit, is not supported: the next way may be
@@ -309,14 +307,14 @@ def fastest(name: str, case: Case, want: Tensor | None, us: Callable[..., float]
     return best
 
 
-def measure(model: Model, batch: int, names: list[str]) -> dict[str, Any]:
-    case = Case(model, batch)
+def measure(model: Model, batch: int, names: list[str], few: bool) -> dict[str, Any]:
+    case = Case(model, batch, sets=2 if few else None)
     d = model.spec.tokens_per_step
     row: dict[str, Any] = {"model": model.name, "sequences": batch, "tokens": batch * d}
     exact, ways = [case.exact(sinks) for sinks in (False, True)], {}
     for name in names:
         want = None if name == "copy" else exact[name not in SINKLESS]
-        row[name], way = fastest(name, case, want, lambda *what: _measure.microseconds(*what, target_ms=75))
+        row[name], way = fastest(name, case, want)
         if way:
             ways[f"{name} by"] = way
     row["MB moved"] = case.moved / 1e6
@@ -325,34 +323,15 @@ def measure(model: Model, batch: int, names: list[str]) -> dict[str, Any]:
     return row | ways
 
 
-def warm(shapes: list[str], names: list[str]) -> None:
-    """Compile everything in processes of their own, so that the run that measures finds it in the caches on disk."""
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.decode", "--only", *names, "--warm"]
-    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    jobs = [
-        subprocess.Popen([*command, str(batch), "--shapes", shape], env=environment, **silent)
-        for shape in shapes
-        for batch in BATCHES
-    ]
-    for job in jobs:
-        job.wait()
-
-
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    batches = args.batches or ((3,) if args.check else BATCHES)
     if args.figures:
         rows = json.loads(args.figures.read_text())["rows"]
-    elif args.warm:
-        for shape in args.shapes:
-            case = Case(MODELS[shape], args.warm, sets=2)
-            for name in args.only:
-                fastest(name, case, None, lambda step, inputs: 0.0)
-        rows = []
     else:
-        if not args.check:
-            warm(args.shapes, args.only)
-        batches = (3,) if args.check else BATCHES
-        rows = [measure(MODELS[shape], batch, args.only) for shape in args.shapes for batch in batches]
+        if not args.check and not args.warm:
+            each = [["--shapes", shape, "--batches", str(batch)] for shape in args.shapes for batch in batches]
+            _measure.warm("decode", [[*some, "--only", *args.only] for some in each])
+        rows = [measure(MODELS[shape], batch, args.only, args.warm) for shape in args.shapes for batch in batches]
     if args.plot:
         plot(rows, args.plot)
     return rows
@@ -381,10 +360,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--plot", type=Path, help="file to draw the figures into; needs matplotlib")
     parser.add_argument("--figures", type=Path, help="draw those of this file, and measure nothing")
-    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)  # compile for this many sequences, time nothing
 
 
 if __name__ == "__main__":

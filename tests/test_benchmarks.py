@@ -25,3 +25,9 @@ def test_all_contenders_of_decode_compute_the_same(shape: str) -> None:
     for name in ("swa_inductor", "SDPA", "FlexAttention", "bmm", "ring"):
         assert name in head
     assert row
+
+
+@pytest.mark.parametrize("options", [("--shapes", "V4-Flash"), ("--stack", "2")], ids=["parts", "stack"])
+def test_the_parts_of_a_layer_are_what_the_layer_does(options: tuple[str, ...]) -> None:
+    head, row = check("layer", *options)
+    assert "GEMMs" in head and row
