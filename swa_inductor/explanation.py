@@ -119,25 +119,15 @@ def explain(
 
 
 def _kernel(launch: Launch) -> Kernel:
-    main = _main(launch)
-    others = [node for node in launch.nodes if node is not main and not _is_view(node)]
-    functions = (_function(node) for node in ([main] if launch.kind == "extern" and main else others))
+    others = [node for node in launch.nodes if node is not launch.main and not _is_view(node)]
+    functions = map(_function, [launch.main] if launch.kind == "extern" and launch.main else others)
     return Kernel(
         launch.name,
         launch.kind,
-        None if main is None else _op_name(main),
+        None if launch.main is None else _op_name(launch.main),
         tuple(dict.fromkeys(map(_op_name, others))),
         tuple(dict.fromkeys(name for name in functions if name)),
     )
-
-
-def _main(launch: Launch) -> fx.Node | None:
-    """The node that a template or a library function stands for."""
-    if launch.kind == "triton":
-        return None
-    real = [node for node in launch.nodes if not _is_view(node)]
-    heavy = [node for node in real if _is_ours(node) or _is_gemm(node)]
-    return next(iter(heavy or real[::-1]), None)
 
 
 def _schema(node: fx.Node) -> Any:
@@ -188,7 +178,7 @@ def _advice(launches: list[Launch]) -> Iterable[str]:
     for i, launch in enumerate(launches):
         for node in launch.nodes:
             computed_in.setdefault(node, set()).add(i)
-    calls = [(i, m) for i, launch in enumerate(launches) if (m := _main(launch)) is not None and _is_ours(m)]
+    calls = [(i, launch.main) for i, launch in enumerate(launches) if launch.main and _is_ours(launch.main)]
 
     def elsewhere(nodes: Iterable[fx.Node], own: int) -> str:
         """The launches that compute `nodes`, in words; '' where there is none or the op's own one does too."""
@@ -268,7 +258,7 @@ def _is_norm(node: fx.Node, value: fx.Node | None = None) -> bool:
     if not _is(node, "rsqrt"):
         return False
     means = [n for n in _back(node) if _is(n, "mean", "sum", "var_mean")]
-    return bool(means) and (value is None or _width(means[0].all_input_nodes[0]) == _width(value))
+    return any(value is None or _width(mean.all_input_nodes[0]) == _width(value) for mean in means)
 
 
 def _width(node: fx.Node) -> int:

@@ -23,11 +23,13 @@ class Launch(NamedTuple):
         kind: "template" (a Triton kernel from a template), "triton" (one that Inductor wrote) or "extern".
         nodes: what it computes, nodes of the graph that Inductor lowered, in order; what it reads from a buffer that
             another launch has written is not among them.
+        main: the node that a template or a library function stands for; None for kernels that Inductor wrote.
     """
 
     name: str
     kind: str
     nodes: tuple[fx.Node, ...]
+    main: fx.Node | None
 
 
 class Schedule:
@@ -99,9 +101,11 @@ def _read(schedule: Schedule, scheduler: Any, calls: dict[Any, list[str]], reaso
         names, kind = calls.get(group, []), "template" if group.is_template() else "triton"
         if group.is_extern() and not isinstance(group.node, ir.MultiOutput):
             names, kind = [group.node.python_kernel_name or type(group.node).__name__], "extern"
+        named = (_node_of(part.node, order) for part in group.get_nodes() if kind == "extern" or part.is_template())
+        main = next(named, None)
         for name in names:
             position.update((part.get_name(), len(schedule.launches)) for part in group.get_nodes())
-            schedule.launches.append(Launch(name, kind, _computed(scheduler, group, order)))
+            schedule.launches.append(Launch(name, kind, _computed(scheduler, group, order), main))
     why = {}
     for producer, consumer, reason in reasons:
         a, b = (_group_position(name, position) for name in (producer, consumer))
