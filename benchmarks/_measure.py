@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ DEVICE = "cuda"
 
 TIMED = True
 """False in the processes of `warm`: every function is called once."""
+
+WARM_SECONDS = 120
+"""After so long `warm` gives up: what is not compiled by then is compiled where it is measured."""
 
 Inputs = tuple[Tensor | None, ...]
 
@@ -166,8 +170,13 @@ def warm(name: str, arguments: Sequence[Sequence[str]]) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, "-m", f"benchmarks.{name}", "--warm"]
     silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    for job in [subprocess.Popen([*command, *some], env=environment, **silent) for some in arguments]:
-        job.wait()
+    jobs = [subprocess.Popen([*command, *some], env=environment, **silent) for some in arguments]
+    end = time.monotonic() + WARM_SECONDS
+    for job in jobs:
+        try:
+            job.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            job.kill()
 
 
 def _cell(value: Any) -> str:
