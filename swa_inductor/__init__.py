@@ -3,6 +3,8 @@
 Importing the package registers the ops (`torch.ops.swa_inductor.*`) and their Inductor lowerings.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from swa_inductor import lowerings as _lowerings  # noqa: F401  registers the ops and their lowerings
 from swa_inductor.api import (
     attention,
@@ -20,6 +22,9 @@ from swa_inductor.errors import InvalidArgumentError, OutOfSlotsError, Unsupport
 from swa_inductor.metadata import DecodeMetadata, PrefillMetadata, PreparedDecode
 from swa_inductor.spec import RawRingSpec, RingSpec
 from swa_inductor.state import Slot, SlotAllocator, StateLayout
+
+if TYPE_CHECKING:
+    from swa_inductor.explanation import explain
 
 __version__ = "0.1.0"
 
@@ -41,6 +46,7 @@ __all__ = [
     "attention_prefill",
     "attention_workspace",
     "decode_index",
+    "explain",
     "gather",
     "merge_attention",
     "norm_store",
@@ -52,3 +58,11 @@ __all__ = [
     "store",
     "store_cast_back",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "explain":  # the only name that needs `testing`, which is no business of a model that is served
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from swa_inductor.explanation import explain
+
+    return explain
