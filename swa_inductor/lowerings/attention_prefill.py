@@ -8,6 +8,7 @@ import torch
 
 from swa_inductor.lowerings import _attend, _inductor
 from swa_inductor.lowerings._template import source, vector_block
+from swa_inductor.reference_query import Query
 
 
 def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
@@ -27,20 +28,24 @@ def lower_cuda(
     q_starts: Any,
     valid_start: Any = None,
     sinks: Any = None,
+    q_norm_weight: Any = None,
+    rope: Any = None,
     *,
     window: int,
     scale: float,
     kv_format: str,
     softcap: float | None = None,
     return_lse: bool = False,
+    **query: Any,
 ) -> tuple[Any, Any]:
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
     v_head_dim = None if v is None else _inductor.int_of(v.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
+    around = Query(q_norm_weight, rope, **query)
     card, options = torch.cuda.get_device_properties(q.get_device()), None
     if v_head_dim is None:
         tokens = _attend.token_tiles(groups, 128)["BLOCK_T"]
-        options = _attend.resident(128, tokens, dim, window, q.get_dtype(), card, widest=128)
+        options = _attend.resident(128, tokens, dim, window, q.get_dtype(), card, around, widest=128)
     if options is None:
         options = _attend.prefill_config(vector_block(max(dim, v_head_dim or 0)), q.get_dtype()) | {"TILES": ()}
     return _attend.launch(
@@ -54,6 +59,7 @@ def lower_cuda(
         scale=scale,
         softcap=softcap,
         return_lse=return_lse,
+        query=around,
         options=options | _attend.token_tiles(groups, options["BLOCK_M"]),
         WINDOW=window,
         HAS_VALID_START=valid_start is not None,
