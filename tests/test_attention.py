@@ -263,7 +263,7 @@ def test_epilogue_fuses_behind_inverse_rope(name: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-@pytest.mark.parametrize("layer", ["v4+", "v4+-few-heads"])
+@pytest.mark.parametrize("layer", ["v4+", "v4+-one-token"])
 def test_one_kernel_between_two_products(layer: str, capability: tuple[int, int]) -> None:
     """q_b GEMM, one kernel, grouped output GEMM: norm, RoPE and inverse RoPE are in it."""
     case = BY_NAME[layer]
