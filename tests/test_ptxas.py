@@ -90,7 +90,7 @@ def test_usage(case: Case, capability: tuple[int, int], record_property) -> None
 FUSED = [
     *(BY_NAME[n] for n in ("v4+", "gemma3+", "gpt-oss+", "mimo+", "fp32+")),
     replace(BY_NAME["v4+"], name="v4+, 128 heads", heads=128),
-    Case("halves of 512+", swa.RingSpec(64, 6, 512, shared_kv=True), 8, rope_dim=512, halves=True, inverse=True),
+    Case("halves of 256+", swa.RingSpec(64, 6, 256, shared_kv=True), 8, rope_dim=256, halves=True, inverse=True),
 ]
 
 

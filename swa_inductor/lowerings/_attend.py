@@ -39,8 +39,7 @@ def prefill_config(widest: int, dtype: torch.dtype) -> dict[str, int]:
     On sm_90 nothing spills but at 512 values (8 words); elsewhere up to 56 words do (ptxas, 2026-11-30).
     """
     options = config(64, widest, dtype)
-    if dtype != torch.float32:
-        options["BLOCK_N"] = 16 if widest > 128 else 32
+    options["BLOCK_N"] = 16 if widest > (64 if dtype == torch.float32 else 128) else 32
     return options
 
 
