@@ -48,21 +48,39 @@ def exact(
     return query_composed(case, x, dtype, lambda q: reference.attention(q, *inputs, *rest))
 
 
+def turned_by_hand(case: Case, x: dict, t: int, vector: torch.Tensor, sign: int) -> torch.Tensor:
+    """RoPE of one vector, pair by pair, as a product of complex numbers."""
+    out, half = vector.clone(), case.rope_dim // 2
+    for i in range(half):
+        first = len(vector) - case.rope_dim
+        a, b = (first + i, first + i + half) if case.halves else (first + 2 * i, first + 2 * i + 1)
+        cos, sin = (float(y) for y in x["rope"][x["positions"][t], i::half])
+        z = complex(vector[a], vector[b]) * complex(cos, sign * sin)
+        out[a], out[b] = z.real, z.imag
+    return out
+
+
 def by_hand(case: Case, x: dict, t: int, h: int) -> tuple[torch.Tensor, float]:
     """The formula of one query and one head, key by key, in fp64: a second opinion on reference.attention."""
     spec, slot, p = case.spec, int(x["state_ids"][t]), int(x["positions"][t])
     start = 0 if x["valid_start"] is None else int(x["valid_start"][t])
     lo = max(p - spec.window + 1, start, 0)
     scores, values = [], []
+    q = x["q"][t, h].double()
+    if case.q_norm:
+        weight = 1 if x["q_norm_weight"] is None else x["q_norm_weight"].double()
+        q = q * (q.square().mean() + 1e-5) ** -0.5 * weight
+    q = turned_by_hand(case, x, t, q, 1)
     for j in range(lo, p + 1):
         record = x["cache"][slot, j % spec.rows, h // (case.heads // spec.num_kv_heads)]
         k, v = records.decode_record(record, spec.kv_format, spec.head_dim, spec.v_head_dim)
-        s = float(x["q"][t, h].double() @ k.double()) * spec.head_dim**-0.5
+        s = float(q @ k.double()) * spec.head_dim**-0.5
         scores.append(s if case.softcap is None else case.softcap * math.tanh(s / case.softcap))
         values.append(v.double())
     weights = torch.tensor(scores, dtype=torch.float64).exp()
     total = weights.sum() + (0 if x["sinks"] is None else math.exp(float(x["sinks"][h])))
-    return (weights[:, None] * torch.stack(values)).sum(0) / total, math.log(float(weights.sum()))
+    out = (weights[:, None] * torch.stack(values)).sum(0) / total
+    return turned_by_hand(case, x, t, out, -1) if case.inverse else out, math.log(float(weights.sum()))
 
 
 @every_case
