@@ -20,6 +20,11 @@ def attention(
     valid_start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_norm_eps: float | None = None,
+    q_norm_weight: Tensor | None = None,
+    rope: Tensor | None = None,
+    rope_interleaved: bool = True,
+    inverse_rope: bool = False,
     tokens_per_step: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -27,6 +32,9 @@ def attention(
 
     With `lo = max(p - W + 1, valid_start, 0)`, keys j in [lo, p] and `s_j = softcap(scale * q.k_j)`:
     `out = sum_j e^(s_j - m) v_j / (sum_j e^(s_j - m) + e^(sink - m))`, where m is the largest term.
+
+    On request q is normed and turned first, `q' = rope(rms_norm(q))`, and the output turned back last, all at the
+    query's position: in compiled code parts of the same kernel, with no rounding but that of q' to the dtype of q.
 
     Args:
         q: [T, num_heads, head_dim], bf16, fp16 or fp32; num_heads a multiple of num_kv_heads.
@@ -38,6 +46,12 @@ def attention(
         valid_start: int32 [T], first position of the sequence that may be read; default 0.
         sinks: [num_heads], a logit that takes part in the softmax with no value.
         softcap: logits become `softcap * tanh(logit / softcap)`.
+        q_norm_eps: RMSNorm of each query head, `q / sqrt(mean(q^2) + eps) * q_norm_weight`; None for no norm.
+        q_norm_weight: [head_dim], bf16, fp16 or fp32; None for ones.
+        rope: fp32 [num_positions, rope_dim], cos, then sin, of each position and pair: turns the last rope_dim dims,
+            (a, b) -> (a cos - b sin, b cos + a sin). A row whose position lies beyond the table is a padded row.
+        rope_interleaved: pairs are adjacent dims (2i, 2i + 1), else halves (i, i + rope_dim / 2).
+        inverse_rope: turn the last rope_dim dims of the output back, for values that carry RoPE, as with K = V.
         tokens_per_step: every run of this many rows is one sequence at consecutive positions (some may be padded),
             which then share one read of the ring; T must be a multiple.
         return_lse: also return the natural log of the softmax denominator, without the sink.
@@ -57,6 +71,8 @@ def attention(
         positions,
         valid_start,
         sinks,
+        q_norm_weight,
+        rope,
         window=spec.window,
         scale=spec.head_dim**-0.5 if scale is None else scale,
         kv_format=spec.kv_format,
@@ -64,6 +80,9 @@ def attention(
         tokens_per_step=tokens_per_step,
         softcap=softcap,
         return_lse=return_lse,
+        q_norm_eps=q_norm_eps,
+        rope_interleaved=rope_interleaved,
+        inverse_rope=inverse_rope,
     )
     return (out, lse) if return_lse else out
 
@@ -173,6 +192,11 @@ def attention_prefill(
     valid_start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_norm_eps: float | None = None,
+    q_norm_weight: Tensor | None = None,
+    rope: Tensor | None = None,
+    rope_interleaved: bool = True,
+    inverse_rope: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new tokens over their history, read from the ring, and themselves; without a workspace.
@@ -189,6 +213,7 @@ def attention_prefill(
         positions: int64 [T].
         q_starts: int64 [T], position of the first new token of the token's sequence.
         spec, scale, valid_start (int32 [T]), sinks, softcap, return_lse: as in `attention`.
+        q_norm_eps, q_norm_weight, rope, rope_interleaved, inverse_rope: as in `attention`; k is as it is stored.
 
     Returns and raises as `attention` does.
     """
@@ -202,11 +227,16 @@ def attention_prefill(
         q_starts,
         valid_start,
         sinks,
+        q_norm_weight,
+        rope,
         window=spec.window,
         scale=spec.head_dim**-0.5 if scale is None else scale,
         kv_format=spec.kv_format,
         softcap=softcap,
         return_lse=return_lse,
+        q_norm_eps=q_norm_eps,
+        rope_interleaved=rope_interleaved,
+        inverse_rope=inverse_rope,
     )
     return (out, lse) if return_lse else out
 

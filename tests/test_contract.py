@@ -40,7 +40,7 @@ import swa_inductor as swa
 from swa_inductor.meta._library import OPS
 from swa_inductor.testing import generate_code, run_on_cpu
 
-OP_CASES = [BY_NAME[name] for name in ("v4", "gpt-oss", "mimo", "odd-group")]
+OP_CASES = [BY_NAME[name] for name in ("v4", "gpt-oss", "mimo", "odd-group", "v4+-few-heads", "96+")]
 every_case = pytest.mark.parametrize("case", OP_CASES, ids=lambda c: c.name)
 
 

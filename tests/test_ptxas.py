@@ -6,11 +6,14 @@ attention_prefill, where it holds two loops over keys, up to 64.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import (
     ATTENTION_ARGS,
     BF16,
+    BY_NAME,
     EPS,
     FP32,
     GATHER_ARGS,
@@ -87,6 +90,30 @@ def test_usage(case: Case, capability: tuple[int, int], record_property) -> None
         (u,) = [u for u in usages if u.name.startswith("triton_tem")]
         note(kernel, case.name, u, capability, record_property)
         assert u.spills <= MAY_SPILL.get(kernel, 0) and u.shared_bytes <= card_of(capability).shared_bytes
+
+
+FUSED = [
+    *(BY_NAME[n] for n in ("v4+", "gemma3+", "gpt-oss+", "mimo+", "fp32+")),
+    replace(BY_NAME["v4+"], name="v4+, 128 heads", heads=128),
+    Case("halves of 256+", swa.RingSpec(64, 6, 256, shared_kv=True), 8, rope_dim=256, halves=True, inverse=True),
+]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("case", FUSED, ids=lambda c: c.name)
+def test_usage_with_norm_and_rope(case: Case, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
+    """Also where the number of tokens is not known: 128 rows a program for 64 heads."""
+    x, y = decode_inputs(case), prefill_inputs(case, q_lens=(20, 3))
+    dynamic = [ATTENTION_ARGS.index(n) for n in ("q", "state_ids", "positions", "valid_start") if x[n] is not None]
+    for kernel, op, args, options in (
+        ("attention", attention_op(case), [x[n] for n in ATTENTION_ARGS], {}),
+        ("attention", attention_op(case), [x[n] for n in ATTENTION_ARGS], {"dynamic_inputs": dynamic}),
+        ("attention_prefill", prefill_op(case), [y[n] for n in PREFILL_ARGS], {}),
+    ):
+        usages = resource_usage(op, *args, capability=capability, **options)
+        (u,) = [u for u in usages if u.name.startswith("triton_tem")]
+        note(kernel, case.name, u, capability, record_property)
+        assert u.spills <= MAY_SPILL[kernel] and u.shared_bytes <= card_of(capability).shared_bytes
 
 
 def note(kernel: str, case: str, u, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
