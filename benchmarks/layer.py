@@ -1,6 +1,7 @@
 """The sliding layer of DeepSeek-V4 in a decode step of 6 tokens per sequence, and what it is made of, all in one run.
 
-layer is the whole layer, compiled; GEMMs are its four products alone. The rest is what stands between them, compiled
+layer is the whole layer, compiled; GEMMs are its four products alone (of 6 tokens
+also the copy between the output products). The rest is what stands between them, compiled
 with the results of the products as inputs: front (merged projection to ring and low-rank query), attention (queries to
 what the output projection reads) and back (between the two output projections). Columns with "plain" are the same parts
 of a layer whose norms and RoPE are plain torch around `store` and `attention`, which Inductor makes kernels of its own.
@@ -44,22 +45,34 @@ CALLS = 128
 class PlainLayer(ds.SlidingAttention):
     """A decode step in which plain torch normalises and rotates."""
 
+    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin fp32 [T, head_dim], each angle twice, the sine first with a minus sign; 1 and 0 without RoPE."""
+        cos, sin = self.table[positions].chunk(2, -1)
+        rest = self.config.head_dim - self.config.rope_dim
+        cos = F.pad(cos.repeat_interleave(2, -1), (rest, 0), value=1.0)
+        return cos, F.pad(torch.stack((-sin, sin), -1).flatten(-2), (rest, 0))
+
     def forward(self, x: Tensor, state_ids: Tensor, positions: Tensor, *, cache: Tensor | None = None) -> Tensor:  # type: ignore[override]
         config, eps = self.config, self.config.rms_eps
         cache = self.cache if cache is None else cache
         assert cache is not None
         cos, sin = self.turns(positions)
         q_a, kv = self.qkv_a(x).split([config.q_lora_rank, config.head_dim], -1)
-        kv = ds.rotate_pairs(ds.rms_norm(kv, self.kv_norm, eps), cos, sin)
+        kv = rotate_pairs(ds.rms_norm(kv, self.kv_norm, eps), cos, sin)
         swa.store(kv[:, None], None, cache, state_ids, positions, spec=self.spec)
         q = self.q_b(ds.rms_norm(q_a, self.q_a_norm, eps)).unflatten(-1, (config.num_heads, -1))
         if config.q_norm:
             q = ds.rms_norm(q, None, eps)
-        q = ds.rotate_pairs(q, cos[:, None], sin[:, None])
+        q = rotate_pairs(q, cos[:, None], sin[:, None])
         how: dict[str, Any] = {"spec": self.spec, "sinks": self.sinks, "tokens_per_step": config.tokens_per_step}
-        out = ds.rotate_pairs(swa.attention(q, cache, state_ids, positions, **how), cos[:, None], -sin[:, None])
-        groups = out.flatten(1).unflatten(1, (config.o_groups, -1)).transpose(0, 1)
-        return self.o_b(torch.bmm(groups, self.o_a.transpose(1, 2)).transpose(0, 1).flatten(1))
+        out = rotate_pairs(swa.attention(q, cache, state_ids, positions, **how), cos[:, None], -sin[:, None])
+        return self.output(out)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of adjacent pairs, all dims at once: slices and `cat` would cost a kernel each."""
+    y = x.float()
+    return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
 
 
 def new_layer(config: ds.SlidingLayerConfig, slots: int | None, kind: type = ds.SlidingAttention) -> Any:
@@ -95,19 +108,15 @@ def require_as_good(what: str, value: Tensor, exact: Tensor, plain: Tensor) -> N
 # ---------------------------------------------------------------------------------------------------- products
 
 
-def products(layer: ds.SlidingAttention, x: Tensor, q_a: Tensor, groups: Tensor, low: Tensor) -> tuple[Tensor, ...]:
-    return layer.qkv_a(x), layer.q_b(q_a), torch.bmm(groups, layer.o_a.transpose(1, 2)), layer.o_b(low)
+def products(layer: ds.SlidingAttention, x: Tensor, q_a: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    return layer.qkv_a(x), layer.queries(q_a), layer.output(out)
 
 
 def product_inputs(config: ds.SlidingLayerConfig, tokens: int) -> tuple[Tensor, ...]:
-    """Random ones, with the strides that they have in the layer."""
+    def random(*width: int) -> Tensor:
+        return torch.randn(tokens, *width, dtype=torch.bfloat16, device=_measure.DEVICE)
 
-    def random(width: int) -> Tensor:
-        return torch.randn(tokens, width, dtype=torch.bfloat16, device=_measure.DEVICE)
-
-    groups = random(config.num_heads * config.head_dim).unflatten(1, (config.o_groups, -1)).transpose(0, 1)
-    low = random(config.o_groups * config.o_lora_rank)
-    return random(config.hidden_size), random(config.q_lora_rank), groups, low
+    return random(config.hidden_size), random(config.q_lora_rank), random(config.num_heads, config.head_dim)
 
 
 # ---------------------------------------------------------------------------------------------------- parts
@@ -215,6 +224,9 @@ def measure_parts(layer: Any, inputs: list[tuple[Tensor, ...]], suffix: str) -> 
         ):  # what kernels round less often goes to the neighbouring code: the step of e4m3 is 6 to 12 %
             _measure.require_close(f"ring{suffix}", stored(cache), stored(written), 3e-2)
         fresh = [values[node] for node in part.inputs if node.op != "placeholder"]
+        if any(want.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in fresh):
+            times[name + suffix] = 0.0  # a view: nothing is launched
+            continue
         calls = min(CALLS, _measure.copies(_measure.bytes_of(*fresh, want)))
         times[name + suffix] = _measure.microseconds(step, list(rotated(part, values, inputs, calls)), target_ms=50)
     return times

@@ -16,6 +16,7 @@ from torch.testing import FileCheck
 import swa_inductor as swa
 from swa_inductor import records
 from swa_inductor.models import deepseek_v4 as ds
+from swa_inductor.reference_rope import rotate
 from swa_inductor.testing import generate_code, run_on_cpu
 
 pytest.importorskip("transformers", minversion="5.17")
@@ -227,14 +228,15 @@ def test_the_parts_of_the_layer_serve_one_with_more_keys() -> None:
     more = torch.randn(9, 64, generator=torch.Generator().manual_seed(5))
     mine = ours(layer, kv_format="fp32")
     _, ids, at, starts = flat({0: (0, x)})
-    turns = mine.turns(at)
     q_a, kv = mine.project(x)
-    q = mine.queries(ds.rms_norm(q_a, mine.q_a_norm, mine.config.rms_eps), turns)
+    q = mine.queries(ds.rms_norm(q_a, mine.q_a_norm, mine.config.rms_eps))
     kv = mine.read_back(kv, mine.cache, ids, at)
-    ring = swa.attention_prefill(q, kv, None, mine.cache, ids, at, starts, spec=mine.spec, return_lse=True)
+    ring = swa.attention_prefill(q, kv, None, mine.cache, ids, at, starts, **mine.asked, return_lse=True)
+    q = rotate(ds.rms_norm(q, None, mine.config.rms_eps), at, mine.table, interleaved=True)
     scores = q @ more.T * 64**-0.5
-    out, _ = swa.merge_attention(*ring, scores.softmax(-1) @ more, scores.logsumexp(-1), mine.sinks)
-    assert relative_error(mine.output(out, turns), run_stock(layer, x, MoreKeys(more))) < 1e-6
+    rest = rotate(scores.softmax(-1) @ more, at, mine.table, interleaved=True, inverse=True)
+    out, _ = swa.merge_attention(*ring, rest, scores.logsumexp(-1), mine.sinks)
+    assert relative_error(mine.output(out), run_stock(layer, x, MoreKeys(more))) < 1e-6
 
 
 # ---------------------------------------------------------------------------------------------------- chunks, state
@@ -311,24 +313,21 @@ def step_inputs(config: ds.SlidingLayerConfig, sequences: int) -> list[Tensor]:
     return [x, torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int64)]
 
 
-@pytest.mark.parametrize(
-    ("config", "capability", "norm_in_front"),
-    [(ds.V4_FLASH, (9, 0), True), (ds.V41_FLASH, (9, 0), False), (ds.V4_PRO, (10, 0), True)],
-    ids=["v4-flash", "v4.1-flash", "v4-pro"],
-)
-def test_kernels_between_the_gemms_of_a_decode_step(config, capability, norm_in_front: bool) -> None:  # noqa: ANN001
-    """What Inductor makes of the layer as it is written.
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["sm_90", "sm_100"])
+@pytest.mark.parametrize("sequences", [1, 8, 256])
+@pytest.mark.parametrize("config", [ds.V4_FLASH, ds.V41_FLASH, ds.V4_PRO], ids=["v4-flash", "v4.1-flash", "v4-pro"])
+def test_two_kernels_between_the_gemms_of_a_decode_step(config, sequences: int, capability) -> None:  # noqa: ANN001
+    """Behind the merged projection kv norm, RoPE, cast and store with the q_a norm; behind the query projection q
+    norm, RoPE, attention and inverse RoPE.
 
-    Behind the merged projection one kernel: kv norm, RoPE, cast and store, and the q_a norm. Behind the query
-    projection: q norm and RoPE (V4; without the norm RoPE is part of attention); attention; inverse RoPE. Between the
-    two output projections: the copy that puts the groups of a token side by side.
+    Between the output projections the groups of a token lie side by side without a copy, but of 6 tokens.
     """
     config = replace(config, tokens_per_step=6)
-    code = generate_code(on_meta(config), *step_inputs(config, 8), capability=capability)
+    code = generate_code(on_meta(config), *step_inputs(config, sequences), capability=capability)
     check = FileCheck().check("extern_kernels.mm(").check("_norm_store_").check("extern_kernels.mm(")
     check.check("_attention_").check("extern_kernels.bmm(").check("extern_kernels.mm(").run(code.call)
     between = re.split(r"extern_kernels\.\w+\(", code.call)
-    assert [part.count(".run(") for part in between] == [0, 1, 3 if norm_in_front else 2, 1, 0]
+    assert [part.count(".run(") for part in between] == [0, 1, 1, int(sequences == 1), 0]
     assert code.count("_store_") == code.count("_attention_") == 1
     assert not [a for a in code.allocations if a.dtype == "torch.uint8"]  # no copy of the cache
     (kernel,) = (name for name in code.kernels if "_attention_" in name)
