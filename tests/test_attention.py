@@ -30,6 +30,7 @@ from torch.testing import FileCheck
 
 import swa_inductor as swa
 from swa_inductor import records, reference
+from swa_inductor.lowerings import _attend, _inductor
 from swa_inductor.lowerings import attention as lowering
 from swa_inductor.lowerings._attend import resident, slices
 from swa_inductor.reference_query import PLAIN
@@ -464,3 +465,27 @@ def test_wrong_arguments_of_norm_and_rope(op: str, bad: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=re.escape(message)):
         torch.compile(fn, fullgraph=True, backend="eager")(q, cache, ids, at)
+
+
+def test_max_autotune_tries_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tiles for the same grid, timed on metadata under which the kernel has its work; else there is one choice."""
+    case, seen = BY_NAME["gpt-oss"], []
+    select = _inductor.autotune_select_algorithm
+
+    def record(name: str, choices: list, nodes: list, layout: object, input_gen_fns: dict) -> object:
+        seen.append((choices, {i: make.args[0]([20], torch.device("cpu")) for i, make in input_gen_fns.items()}))
+        return select(name, choices, nodes, layout, input_gen_fns=input_gen_fns)
+
+    monkeypatch.setattr(_inductor, "autotune_select_algorithm", record)
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS]
+    codes = [generate_code(attention_op(case), *args, options={"max_autotune": on}) for on in (False, True)]
+    (one, _), (more, examples) = seen
+    assert len(one) == 1 and len(more) == 1 + len(_attend.variants(_attend.config(32, 64, BF16)))
+    assert len({str(choice.description) for choice in more}) == len(more)
+    assert all("BLOCK_M=32" in choice.description for choice in more)
+    ids, at = (examples[i] for i in (2, 3))
+    assert ids.dtype == torch.int32 and at.dtype == torch.int64 and ids.shape == at.shape == x["state_ids"].shape
+    assert ids.tolist() == [i // 4 % case.slots for i in range(len(ids))]
+    assert at.tolist() == [case.spec.window + i % 4 for i in range(len(ids))]
+    assert codes[0].kernels == codes[1].kernels and codes[0].call == codes[1].call  # where nothing can be timed

@@ -261,3 +261,15 @@ def test_graphs_of_transformers_models() -> None:
     got = generate(torch.compile(step, fullgraph=True, mode="reduce-overhead"), cache)
     assert torch.equal(got, want)
     assert cudagraph_recordings() - recorded == 1
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3"])
+def test_max_autotune(name: str) -> None:
+    """Whatever tiles are fastest, the result is right; and what was timed leaves the shared counters as zeros."""
+    case = BY_NAME[name]
+    x = decode_inputs(case)
+    args = to_gpu([x[n] for n in ATTENTION_ARGS])
+    torch._dynamo.reset()
+    step = torch.compile(attention_op(case), fullgraph=True, mode="max-autotune-no-cudagraphs")
+    for _ in range(3):
+        judge(case, x, tuple(t.cpu() for t in step(*args)), exact)

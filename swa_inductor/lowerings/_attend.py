@@ -33,6 +33,14 @@ def config(rows: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
 
 
+def variants(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What max_autotune tries beside `options` of tiles: as many rows, so that scratch and grid stay what they are."""
+    n, warps, stages = options["BLOCK_N"], options["num_warps"], options["num_stages"]
+    tried = [(n, warps, stages + 1), (2 * n, warps, stages), (2 * n, 2 * warps, stages), (n, 2 * warps, stages)]
+    tried += [(n // 2, warps, stages + 1)] if n > 16 else []
+    return [dict(zip(("BLOCK_N", "num_warps", "num_stages"), one, strict=True)) for one in tried if one[1] <= 16]
+
+
 def prefill_config(widest: int, dtype: torch.dtype) -> dict[str, int]:
     """As `config` for a kernel with two kinds of keys, which leave fewer registers: smaller tiles of keys.
 

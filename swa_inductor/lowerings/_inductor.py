@@ -6,7 +6,8 @@ Supported: torch 2.11 to 2.15. The rest of the package imports these names and n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,32 +83,45 @@ def render_template(
     mutated: Sequence[int] = (),
     producers: Sequence[int] = (),
     call_sizes: Sequence[Any],
-    num_warps: int,
-    num_stages: int,
+    variants: Sequence[dict[str, Any]] = (),
+    examples: Mapping[int, Callable[[list[int], torch.device], torch.Tensor]] | None = None,
     **constants: Any,
 ) -> Any:
-    """One kernel launch. `inputs[i]` for i in `mutated` are written in place; producers of `producers` may be fused."""
+    """One kernel launch. `inputs[i]` for i in `mutated` are written in place; producers of `producers` may be fused.
+
+    `constants`: those of the template, num_warps and num_stages. With max_autotune, `variants`, which replace some of
+    them, are timed beside them, unless a CUDA graph is being captured; `examples[i]` makes inputs[i] for that, from its
+    size: of random metadata a kernel would make nothing.
+    """
     nodes = list(realize_inputs(*inputs))
     for node in nodes:
         node.freeze_layout()
     choices: list[Any] = []
-    error = template.maybe_append_choice(
-        choices,
-        input_nodes=tuple(nodes),
-        layout=layout,
-        mutated_inputs=[nodes[i] for i in mutated],
-        call_sizes=list(call_sizes),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **constants,
-    )
-    if error is not None:
-        raise UnsupportedError(f"{template.name}: {error}")
-    out = autotune_select_algorithm(template.name, choices, nodes, layout)
+    for variant in ({}, *(variants if _may_explore() else ())):
+        error = template.maybe_append_choice(
+            choices,
+            input_nodes=tuple(nodes),
+            layout=layout,
+            mutated_inputs=[nodes[i] for i in mutated],
+            call_sizes=list(call_sizes),
+            **{**constants, **variant},
+        )
+        if error is not None and not choices:
+            raise UnsupportedError(f"{template.name}: {error}")
+    made = {i: partial(_example, make) for i, make in (examples or {}).items()}
+    out = autotune_select_algorithm(template.name, choices, nodes, layout, input_gen_fns=made)
     if isinstance(out, tuple):  # from 2.13 the selected choice comes along
         out = out[0]
     _allow_producers(out, nodes, producers, [nodes[i] for i in mutated])
     return out
+
+
+def _may_explore() -> bool:
+    return bool(config.max_autotune) and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _example(make: Callable[[list[int], torch.device], torch.Tensor], node: Any) -> torch.Tensor:
+    return make([likely_int(size, 1024) for size in node.get_size()], node.get_device())
 
 
 def _allow_producers(out: Any, nodes: Sequence[Any], producers: Sequence[int], mutated: Sequence[Any]) -> None:

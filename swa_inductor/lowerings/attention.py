@@ -73,6 +73,14 @@ def lower_cuda(
             _inductor.empty_buffer([steps * row_blocks, shares, part], torch.float32, q.get_device()),
             _inductor.counters(q.get_device(), card.multi_processor_count),
         ]
+
+    def example_ids(size: list[int], device: torch.device) -> torch.Tensor:
+        slots = _inductor.likely_int(cache.get_size()[0], 1)
+        return (torch.arange(size[0], device=device) // tokens_per_step % slots).int()
+
+    def example_positions(size: list[int], device: torch.device) -> torch.Tensor:
+        return window + torch.arange(size[0], device=device) % tokens_per_step  # the window is full
+
     return _attend.launch(
         TEMPLATE,
         [x for x in (q, cache, state_ids, positions, valid_start) if x is not None],
@@ -86,6 +94,8 @@ def lower_cuda(
         return_lse=return_lse,
         query=around,
         options=options,
+        variants=() if options["TILES"] else _attend.variants(options),
+        examples={2: example_ids, 3: example_positions},
         D=tokens_per_step,
         G=groups,
         scratch=scratch,
