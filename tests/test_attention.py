@@ -468,7 +468,7 @@ def test_wrong_arguments_of_norm_and_rope(op: str, bad: str) -> None:
 
 
 def test_max_autotune_tries_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tiles for the same grid, timed on metadata under which the kernel has its work; else there is one choice."""
+    """Other tiles for the same grid, timed on metadata under which the kernel has work; else there is one choice."""
     case, seen = BY_NAME["gpt-oss"], []
     select = _inductor.autotune_select_algorithm
 

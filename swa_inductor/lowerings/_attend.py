@@ -126,7 +126,7 @@ def launch(
     scale: float,
     softcap: float | None,
     return_lse: bool,
-    options: dict[str, int],
+    options: dict[str, Any],
     query: Query = PLAIN,
     scratch: Sequence[Any] = (),
     **constants: Any,
