@@ -218,7 +218,7 @@ def test_bad_device_metadata_makes_a_padded_row(bad: str) -> None:
     code = generate_code(attention_op(case), *(x[n] for n in ATTENTION_ARGS))
     clean = run_on_cpu(code, [x[n] for n in ATTENTION_ARGS])
     d = case.spec.tokens_per_step
-    y = {n: x[n].clone() for n in ATTENTION_ARGS}
+    y = {n: None if x[n] is None else x[n].clone() for n in ATTENTION_ARGS}
     if bad == "slot":
         y["state_ids"][:d] = case.slots
     elif bad == "position":
