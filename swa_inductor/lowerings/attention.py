@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from swa_inductor.lowerings import _attend, _inductor
+from swa_inductor.lowerings import _attend, _attention_sm90, _inductor
 from swa_inductor.lowerings._template import source, vector_block
 
 
@@ -24,6 +24,11 @@ def splits(programs: int | None, keys: int, block_n: int, processors: int) -> in
 
 
 TEMPLATE = _inductor.triton_template("attention", grid, source("attention"))
+
+
+def heads_ok(q, dim, kv_heads, groups, window, step, kv_format, v_head_dim, softcap):
+    return (q.get_dtype() == torch.bfloat16 and dim == 512 and kv_heads == 1 and groups % 64 == 0 and window == 128 and step <= 16
+            and kv_format == "mxfp8" and v_head_dim is None and softcap is None)
 
 
 def lower_cuda(
@@ -46,6 +51,17 @@ def lower_cuda(
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
     rows = tokens_per_step * groups
     card = torch.cuda.get_device_properties(q.get_device())
+    if (card.major, card.minor) == (9, 0) and heads_ok(q, dim, kv_heads, groups, window, tokens_per_step, kv_format, v_head_dim, softcap):
+        return _attention_sm90.lower(
+            [x for x in (q, cache, state_ids, positions, valid_start) if x is not None],
+            sinks,
+            cache=cache,
+            window=window,
+            scale=scale,
+            step=tokens_per_step,
+            has_valid_start=valid_start is not None,
+            return_lse=return_lse,
+        )
     tokens = _inductor.known_int(q.get_size()[0])
     steps = None if tokens is None else tokens // tokens_per_step * kv_heads
     options, shares = None, 1

@@ -1,0 +1,204 @@
+"""Parts of the sm_90 decode kernel (templates/_attention_sm90.py.jinja) in Gluon: layouts, the window, products, softmax.
+
+The window of K = V stays in shared memory as bf16 tiles [rows, dim] whose columns are permuted inside each block of 32:
+column 8i + 2n + e lies at 8n + 2i + e. So the registers that wgmma wants of a thread, of its left operand as of its
+accumulator, hold 8 adjacent columns of a vector: q and out travel between memory and registers 16 bytes at a time, and
+no step of the loop over tokens meets a barrier.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name until Triton 3.6
+
+
+@gluon.constexpr_function
+def blocks_layout(rows, groups, warps):
+    """[rows, groups, 8] words: a thread holds blocks of 32 codes; a warp spans 16 rows x 2 blocks, warps rows, then blocks."""
+    register, lane, warp = [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]], []
+    r, g = 16, 2
+    while warps > 1:
+        if r < rows:
+            warp, r = warp + [[r, 0, 0]], 2 * r
+        else:
+            warp, g = warp + [[0, g if g < groups else 0, 0]], 2 * g
+        warps //= 2
+    while g < groups:
+        register, g = register + [[0, g, 0]], 2 * g
+    while r < rows:
+        register, r = register + [[r, 0, 0]], 2 * r
+    return gl.DistributedLinearLayout(register, lane, warp, [], [rows, groups, 8])
+
+
+@gluon.constexpr_function
+def vectors_layout(rows, columns, warps, halves):
+    """[rows, columns] of q or out: four lanes hold 8 adjacent columns each, as wgmma does of permuted ones.
+
+    Four warps hold 64 rows. Those behind hold further rows; `halves`: the next four hold the same rows, and
+    the upper half of the columns (2) or the same columns (1).
+    """
+    register, warp = [[0, 1], [0, 2], [0, 4], [8, 0]], [[16, 0], [32, 0]]
+    c, r = 32, 64
+    while c < columns // max(halves, 1):
+        register, c = register + [[0, c]], 2 * c
+    while warps > 4:
+        if halves:
+            warp = warp + [[0, columns // 2] if halves == 2 else [0, 0]]
+        else:
+            warp, r = warp + [[r, 0]], 2 * r
+        warps //= 2
+    return gl.DistributedLinearLayout(register, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warp, [], [rows, columns])
+
+
+@gluon.constexpr_function
+def product_layout(warps, columns, split):
+    """Accumulator of wgmma: warpgroups side by side in rows or, with `split`, in columns."""
+    across = warps // 4 if split else 1
+    return gl.NVMMADistributedLayout([3, 0], [warps // across, across], [16, columns // across, 16])
+
+
+@gluon.jit
+def live_keys(STATE_IDS, POSITIONS, VALID_START, token, exists, STRIDES: gl.constexpr, SLOTS, WINDOW: gl.constexpr):
+    """Slot, first visible position and position of tokens, and whether they are neither padded nor bad."""
+    slot = gl.load(STATE_IDS + token * STRIDES[0], mask=exists, other=-1)
+    position = gl.load(POSITIONS + token * STRIDES[1], mask=exists, other=-1).to(gl.int64)
+    start = gl.maximum(position - (WINDOW - 1), 0)
+    if VALID_START is not None:
+        start = gl.maximum(start, gl.load(VALID_START + token * STRIDES[2], mask=exists, other=0).to(gl.int64))
+    return slot, start, position, (slot >= 0) & (slot < SLOTS) & (position >= 0) & (start <= position)
+
+
+@gluon.jit
+def window_of(slot, start, position, live, R: gl.constexpr):
+    """The window of the tokens of a program: slot, first position, number of keys (int32), row of the first."""
+    owner = gl.max(gl.where(live, slot, -1), 0)
+    live = live & (slot == owner)
+    lo = gl.min(gl.where(live, start, 0x7FFFFFFFFFFFFFFF), 0)
+    hi = gl.max(gl.where(live, position, -1), 0)
+    n = gl.where(owner >= 0, gl.minimum(hi - lo + 1, R), 0).to(gl.int32)
+    return owner, lo, n, gl.where(owner >= 0, lo % R, 0).to(gl.int32)
+
+
+@gluon.jit
+def load_blocks(ring, first_row, n, j0, column, ROWS: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr,
+                STRIDE: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr):
+    """Keys j0 .. j0 + ROWS of the window: int32 [ROWS, GROUPS, 8] of codes from `column` up, bytes [ROWS, GROUPS]."""
+    L: gl.constexpr = blocks_layout(ROWS, GROUPS, WARPS)
+    LG: gl.constexpr = gl.SliceLayout(2, L)
+    j = j0 + gl.arange(0, ROWS, gl.SliceLayout(1, LG))
+    row = first_row + j
+    row = gl.expand_dims(gl.where(row >= R, row - R, row), 1)
+    present = gl.expand_dims(j < n, 1)
+    g = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(0, LG)), 0)
+    w = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, L)))
+    at = gl.expand_dims(row * (STRIDE // 4) + g * 8, 2) + gl.expand_dims(gl.expand_dims(w, 0), 0)
+    codes = (ring + column).to(gl.pointer_type(gl.int32), bitcast=True)
+    words = gl.load(codes + at, mask=gl.expand_dims(present, 2), other=0)
+    byte = gl.load((ring + column // 32) + (row * STRIDE + g + DIM), mask=present, other=127)
+    return words, byte.to(gl.int32)
+
+
+# Four codes -> four bf16: bits moved in place read as value / 2^120, subnormals included; NaN codes as 480.
+DECODE: gl.constexpr = gl.constexpr("""{
+    .reg .b32 lo, hi, sign, big;
+    mov.b32 big, 0x7B807B80;
+    prmt.b32 lo, $2, 0, 0x1404;
+    prmt.b32 hi, $2, 0, 0x3424;
+    and.b32 sign, lo, 0x80008000;
+    shr.u32 lo, lo, 4;
+    and.b32 lo, lo, 0x07F007F0;
+    or.b32 lo, lo, sign;
+    and.b32 sign, hi, 0x80008000;
+    shr.u32 hi, hi, 4;
+    and.b32 hi, hi, 0x07F007F0;
+    or.b32 hi, hi, sign;
+    mul.rn.bf16x2 lo, lo, big;
+    mul.rn.bf16x2 hi, hi, big;
+    mul.rn.bf16x2 $0, lo, $3;
+    mul.rn.bf16x2 $1, hi, $3;
+}""")
+
+
+PREFETCH: gl.constexpr = gl.constexpr("""{
+    .reg .pred p;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 p, thread, 0;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
+
+@gluon.jit
+def store_blocks(words, byte, tile):
+    """Dequantise blocks into `tile` int32 [ROWS, pairs], columns permuted; -> not 0 int32 [ROWS] where a row is broken.
+
+    A row with a NaN code, or with a scale byte that may lead beyond bf16 (247 and up), is broken: it is stored finite.
+    """
+    ROWS: gl.constexpr = words.shape[0]
+    GROUPS: gl.constexpr = words.shape[1]
+    nan = ((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+    broken = gl.reduce_or(gl.reduce_or(nan, 2) | gl.where(byte > 246, 1, 0), 1)
+    scale = gl.minimum(byte, 246)
+    scale = gl.where(scale == 0, 0x40, scale << 7)
+    scale = gl.expand_dims(scale | (scale << 16), 2)
+    words, scale = gl.broadcast(words, scale)
+    lo, hi = gl.inline_asm_elementwise(
+        DECODE, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    pairs = gl.join(lo, hi).reshape([ROWS, GROUPS, 4, 4]).permute([0, 1, 3, 2])
+    tile.store(pairs.reshape([ROWS, GROUPS * 16]))
+    return broken
+
+
+@gluon.jit
+def load_vectors(Q, at, columns: gl.constexpr, first, L: gl.constexpr, exists):
+    """q of the rows that start at `at` int64 [rows], columns first .. first + columns."""
+    c = gl.arange(0, columns, gl.SliceLayout(0, L)).to(gl.int64)
+    p = (Q + first) + (gl.expand_dims(at, 1) + gl.expand_dims(c, 0))
+    if exists is None:
+        return gl.load(p)
+    else:
+        return gl.load(p, mask=gl.expand_dims(exists, 1), other=0.0)
+
+
+@gluon.jit
+def permute_columns(x):
+    """The permutation of the tiles; its own inverse. Registers keep their place."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, COLUMNS // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def visible_scores(s, flags, any_broken, j0: gl.constexpr, first_key, last_key, L: gl.constexpr):
+    """Scores of the keys j0 up: NaN where a key is broken, -inf where it is not visible."""
+    LJ: gl.constexpr = gl.SliceLayout(0, L)
+    if any_broken != 0:
+        s = gl.where(gl.expand_dims(flags.slice(j0, s.shape[1]).load(LJ), 0) != 0, float("nan"), s)
+    j = gl.expand_dims(j0 + gl.arange(0, s.shape[1], LJ), 0)
+    first = gl.expand_dims(gl.convert_layout(first_key, gl.SliceLayout(1, L)), 1)
+    last = gl.expand_dims(gl.convert_layout(last_key, gl.SliceLayout(1, L)), 1)
+    return gl.where((j >= first) & (j <= last), s, float("-inf"))
+
+
+@gluon.jit
+def take_sink(top, total, SINKS, head, STRIDE: gl.constexpr, LOG2E: gl.constexpr):
+    """What the output is multiplied by, with the sink in the denominator; top and total in base 2."""
+    decay = gl.full_like(top, 1.0)
+    if SINKS is not None:
+        sink = gl.load(SINKS + head * STRIDE).to(gl.float32) * LOG2E
+        high = gl.maximum(top, sink)
+        base = gl.where(high == float("-inf"), 0.0, high)
+        decay = gl.exp2(top - base)
+        total = total * decay + gl.exp2(sink - base)
+    return decay / gl.where(total == 0.0, 1.0, total)
+
+
+@gluon.jit
+def prefetch(first, BYTES: gl.constexpr):
+    """Start bringing BYTES contiguous bytes from the pointer `first` on into the L2 cache: one thread asks."""
+    gl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [first.to(gl.int64, bitcast=True), BYTES], dtype=gl.int32, is_pure=False, pack=1
+    )
