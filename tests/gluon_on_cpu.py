@@ -21,8 +21,10 @@ from swa_inductor.testing import GeneratedCode
 INF = float("inf")
 
 
-class Value(Tensor):
+class Value(Tensor):  # type: ignore
     """A tensor with Gluon's methods."""
+
+    type = SimpleNamespace(layout=None)
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
         plain = self.as_subclass(Tensor)
@@ -122,7 +124,7 @@ def decode(asm: str, constraints: str, args: list[Value], **_: Any) -> tuple[Val
 
 def product(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
     left = a.data if isinstance(a, Shared) else _plain(a)
-    assert left.dtype == b.data.dtype == torch.bfloat16 and is_async
+    assert left.dtype == b.data.dtype == torch.bfloat16 and is_async, (left.dtype, left.shape, b.data.dtype)
     out = left.float() @ b.data.float()
     return _value(_plain(acc) + out if use_acc else out)
 
@@ -143,6 +145,8 @@ def _language(program: list[int]) -> SimpleNamespace:
         expand_dims=lambda x, axis: _value(_plain(x).unsqueeze(axis)),
         broadcast=lambda a, b: tuple(_value(x.contiguous()) for x in torch.broadcast_tensors(_plain(a), _plain(b))),
         broadcast_to=lambda x, *shape: _value(_plain(x).expand(shape[0] if len(shape) == 1 else shape)),
+        rsqrt=lambda x: _value(torch.rsqrt(_plain(x))),
+        split=lambda x: tuple(_value(part) for part in _plain(x).unbind(-1)),
         join=lambda a, b: _value(torch.stack([_plain(a), _plain(b)], -1)),
         convert_layout=lambda x, layout: x,
         where=lambda c, a, b: _value(torch.where(_plain(c), *(x if isinstance(x, (int, float)) else _plain(x) for x in (a, b)))),
@@ -165,7 +169,7 @@ def _language(program: list[int]) -> SimpleNamespace:
 
 def run_gluon(code: GeneratedCode, arguments: dict[str, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """out and lse of the attention kernel of `code`, for q, cache, state_ids, positions, valid_start, sinks."""
-    (name,) = (n for n in code.kernels if "attention" in n)
+    (name,) = (n for n in code.kernels if "_sm90" in code.kernel_source(n))
     source = code.kernel_source(name)
     (kernel,) = (n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef))
     kernel.decorator_list = []

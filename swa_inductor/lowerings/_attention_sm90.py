@@ -39,6 +39,9 @@ def lower(
     step: int,
     has_valid_start: bool,
     return_lse: bool,
+    rope: Any = None,
+    q_norm_eps: float | None = None,
+    inverse_rope: bool = False,
 ) -> tuple[Any, Any]:
     q = inputs[0]
     tokens, heads, dim = q.get_size()
@@ -50,7 +53,7 @@ def lower(
     held = options["TOKENS"] * options["HEADS"]
     device, dtype = q.get_device(), q.get_dtype()
     lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
-    read = [*inputs, *([] if sinks is None else [sinks])]
+    read = [*inputs, *(x for x in (sinks, rope) if x is not None)]
     nodes = [*read, *([lse] if return_lse else [])]
     out = _inductor.render_template(
         template(),
@@ -73,5 +76,8 @@ def lower(
         HAS_VALID_START=has_valid_start,
         HAS_SINKS=sinks is not None,
         HAS_LSE=return_lse,
+        Q_NORM_EPS=float(q_norm_eps or 0.0),
+        ROPE_DIM=0 if rope is None else _inductor.int_of(rope.get_size()[1]),
+        INVERSE_ROPE=inverse_rope,
     )
     return out, lse

@@ -16,14 +16,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language.core import _unwrap_if_constexpr, _unwrap_shape, builtin
 
 from swa_inductor.lowerings import _inductor
-from swa_inductor.lowerings._inductor import runtime_helpers, triton_heuristics
 
 IMPORTS = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from swa_inductor.lowerings import _sm90 as sm90
-from swa_inductor.lowerings._gluon import gluon_template, tl, triton_helpers
+from swa_inductor.lowerings._gluon import tl, triton_helpers, triton_heuristics
 """
 
 
@@ -33,34 +32,29 @@ class _Kernel(_inductor.TritonTemplateKernel):
         return str(super().gen_common_triton_imports()) + IMPORTS
 
     def jit_lines(self) -> str:
-        lines = super().jit_lines()
-        for old, new in (("@triton.jit", "@gluon.jit"), ("@triton_heuristics.template", "@gluon_template")):
-            if old not in lines:
-                raise RuntimeError(f"this torch does not write {old} before a template kernel")
-            lines = lines.replace(old, new)
-        return lines
+        return str(super().jit_lines()).replace("@triton.jit", "@gluon.jit")
 
 
-class _Template(_inductor.TritonTemplate):
+class Template(_inductor.TritonTemplate):
     kernel_type = _Kernel
 
 
 def template(name: str, grid: Callable[..., Any], source: str) -> Any:
     """As _inductor.triton_template, for a kernel in Gluon."""
-    return _inductor.triton_template(name, grid, source, _Template)
+    return _inductor.triton_template(name, grid, source, Template)
 
 
-class _Autotuner(triton_heuristics.CachingAutotuner):  # type: ignore[misc]
+class _Autotuner(_inductor.triton_heuristics.CachingAutotuner):  # type: ignore[misc]
     def _precompile_config(self, cfg: Any) -> Any:
         # Upstream's own code; only the front end that it hands the kernel to is Gluon's.
-        upstream = triton_heuristics.CachingAutotuner._precompile_config
+        upstream = _inductor.triton_heuristics.CachingAutotuner._precompile_config
         names = {**upstream.__globals__, "ASTSource": GluonASTSource}
         return types.FunctionType(upstream.__code__, names, upstream.__name__, None, upstream.__closure__)(self, cfg)
 
 
-def gluon_template(num_stages: int, num_warps: int, triton_meta: Any, filename: Any = None, **kwargs: Any) -> Any:
+def _template(num_stages: int, num_warps: int, triton_meta: Any, filename: Any = None, **kwargs: Any) -> Any:
     """As triton_heuristics.template."""
-    return triton_heuristics.cached_autotune(
+    return _inductor.triton_heuristics.cached_autotune(
         None,
         [triton.Config({}, num_stages=num_stages, num_warps=num_warps)],
         triton_meta=triton_meta,
@@ -110,4 +104,5 @@ def _but(module: types.ModuleType, **changed: Any) -> types.ModuleType:
 
 
 tl = _but(triton.language, full=_full, arange=_arange, broadcast_to=_broadcast_to)
-triton_helpers = _but(runtime_helpers, maximum=_maximum, minimum=_minimum)
+triton_helpers = _but(_inductor.runtime_helpers, maximum=_maximum, minimum=_minimum)
+triton_heuristics = _but(_inductor.triton_heuristics, template=_template)

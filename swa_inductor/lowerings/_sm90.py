@@ -59,14 +59,17 @@ def product_layout(warps, columns, split):
 
 
 @gluon.jit
-def live_keys(STATE_IDS, POSITIONS, VALID_START, token, exists, STRIDES: gl.constexpr, SLOTS, WINDOW: gl.constexpr):
+def live_keys(STATE_IDS, POSITIONS, VALID_START, token, exists, STRIDES: gl.constexpr, SLOTS, LIMIT, WINDOW: gl.constexpr):
     """Slot, first visible position and position of tokens, and whether they are neither padded nor bad."""
     slot = gl.load(STATE_IDS + token * STRIDES[0], mask=exists, other=-1)
     position = gl.load(POSITIONS + token * STRIDES[1], mask=exists, other=-1).to(gl.int64)
     start = gl.maximum(position - (WINDOW - 1), 0)
     if VALID_START is not None:
         start = gl.maximum(start, gl.load(VALID_START + token * STRIDES[2], mask=exists, other=0).to(gl.int64))
-    return slot, start, position, (slot >= 0) & (slot < SLOTS) & (position >= 0) & (start <= position)
+    live = (slot >= 0) & (slot < SLOTS) & (position >= 0) & (start <= position)
+    if LIMIT is not None:
+        live = live & (position < LIMIT)
+    return slot, start, position, live
 
 
 @gluon.jit
@@ -169,6 +172,24 @@ def permute_columns(x):
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     return x.reshape([ROWS, COLUMNS // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def rotate(x, ROPE, POSITIONS, token, HEADS: gl.constexpr, STRIDES: gl.constexpr, LIMIT, DIM: gl.constexpr, INVERSE: gl.constexpr):
+    """RoPE of the last DIM columns of fp32 x, whose row m is of token `token + m // HEADS`; pairs are in one thread."""
+    ROWS: gl.constexpr = x.shape[0]
+    PAIRS: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(x.reshape([ROWS, PAIRS, 2]))
+    pair = gl.expand_dims(gl.arange(0, PAIRS, gl.SliceLayout(0, a.type.layout)) - (PAIRS - DIM // 2), 0)
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, a.type.layout))
+    position = gl.expand_dims(gl.load(POSITIONS + (token + m // HEADS) * STRIDES[0]).to(gl.int64), 1)
+    turned = (pair >= 0) & (position >= 0) & (position < LIMIT)
+    at = ROPE + (position * STRIDES[1] + pair)
+    cos = gl.load(at, mask=turned, other=1.0)
+    sin = gl.load(at + DIM // 2, mask=turned, other=0.0)
+    if INVERSE:
+        sin = -sin
+    return gl.join(a * cos - b * sin, b * cos + a * sin).reshape([ROWS, 2 * PAIRS])
 
 
 @gluon.jit
