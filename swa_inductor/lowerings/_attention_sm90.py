@@ -14,7 +14,7 @@ from swa_inductor.lowerings import _inductor
 
 def config(sequences: int | None, step: int, heads: int) -> dict[str, Any]:
     """Tokens and heads of a program, for `sequences` (None: not known at compile time) of `step` tokens."""
-    return dict(TOKENS=step, HEADS=min(heads, 128), SPLITS=0, SLICE=128, AHEAD=2, OVERLAP=False, PREFETCH=True)
+    return dict(WARPS=8, TOKENS=step, HEADS=min(heads, 128), SPLITS=0, SLICE=128, AHEAD=2)
 
 
 def grid(programs: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
@@ -48,8 +48,8 @@ def lower(
     heads, dim = _inductor.int_of(heads), _inductor.int_of(dim)
     known = _inductor.known_int(tokens)
     options = config(None if known is None else known // step, step, heads)
-    warps = 8
-    rows = 64 if options["SPLITS"] else 128
+    warps = options["WARPS"]
+    rows = 64 if options["SPLITS"] else 16 * warps
     held = options["TOKENS"] * options["HEADS"]
     device, dtype = q.get_device(), q.get_dtype()
     lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
@@ -64,7 +64,6 @@ def lower(
         num_warps=warps,
         num_stages=1,
         **options,
-        WARPS=warps,
         ROWS=rows,
         HEAD_BLOCKS=heads // options["HEADS"],
         TRIPS=-(-held // rows),
