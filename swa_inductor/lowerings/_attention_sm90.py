@@ -1,4 +1,4 @@
-"""The choice of the Gluon kernel for attention in a decode step on sm_90: shapes, configurations."""
+"""attention in a decode step on sm_90, as a Gluon kernel: the shapes that it serves, and how programs share them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,65 @@ from typing import Any
 
 import torch
 
-from swa_inductor.lowerings import _inductor
+from swa_inductor.lowerings import _inductor, _template
 
-
-def config(sequences: int | None, step: int, heads: int) -> dict[str, Any]:
-    """Tokens and heads of a program, for `sequences` (None: not known at compile time) of `step` tokens."""
-    return dict(WARPS=8, TOKENS=step, HEADS=min(heads, 128), SPLITS=0, SLICE=128, AHEAD=2)
-
-
-def grid(programs: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
-    return (programs * meta["HEAD_BLOCKS"] * max(meta["SPLITS"], 1) // meta["TOKENS"], 1, 1)
+KEYS = 128
+"""Keys of a tile; a program of several tokens has a second one for 16 more."""
 
 
 @functools.cache
 def template() -> Any:
-    from swa_inductor.lowerings import _gluon
-
+    """The template, or None where this Triton has no Gluon as the kernel is written in."""
+    try:
+        from swa_inductor.lowerings import _gluon, _sm90  # noqa: F401
+    except (ImportError, AttributeError):
+        return None
     source = (files("swa_inductor") / "templates" / "_attention_sm90.py.jinja").read_text()
     return _gluon.template("attention_sm90", grid, source)
+
+
+def grid(tokens: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
+    return (tokens // meta["TOKENS"] * meta["HEAD_BLOCKS"] * max(meta["SPLITS"], 1), 1, 1)
+
+
+def serves(q: Any, cache: Any, window: int, scale: float, step: int, card: Any) -> bool:
+    """Whether the kernel serves vectors K = V in mxfp8 of this geometry; other cards and shapes are Triton's."""
+    strides = [_inductor.known_int(x) for x in (*cache.get_stride()[:3], *q.get_stride())]
+    if (card.major, card.minor) != (9, 0) or None in strides or not _template.GLUON or template() is None:
+        return False
+    _, heads, dim = q.get_size()
+    slot, row, head = strides[:3]
+    ring_bytes = _inductor.int_of(cache.get_size()[1]) * row
+    return (
+        q.get_dtype() == torch.bfloat16
+        and _inductor.int_of(dim) == 512
+        and _inductor.int_of(heads) // _inductor.int_of(cache.get_size()[2]) % 64 == 0
+        and KEYS // 2 < window <= KEYS
+        and step <= 16
+        and scale > 0
+        and slot % 16 == row % 16 == head % 16 == 0  # codes are read 16 bytes at a time
+        and ring_bytes < 2**31
+        and strides[5] == 1
+        and strides[3] % 8 == strides[4] % 8 == 0
+    )
+
+
+def config(sequences: int | None, step: int, heads: int, group: int, processors: int) -> dict[str, Any]:
+    """How programs share `sequences` (None: not known at compile time) of `step` tokens x `heads` heads.
+
+    A wave of one-token programs at first, then as few tokens per program as make one wave, then whole steps.
+    """
+    if sequences is not None:
+        programs = sequences * step * heads // 64
+        for splits in (4, 2, 1):
+            if programs * splits <= processors:
+                return {"TOKENS": 1, "HEADS": 64, "SPLITS": splits, "AHEAD": 4}
+    held = 128 if group % 128 == 0 else 64
+    tokens = step
+    if sequences is not None:
+        waves = [t for t in range(1, step) if step % t == 0 and sequences * step // t * heads // held <= processors]
+        tokens = waves[0] if waves else step
+    return {"TOKENS": tokens, "HEADS": held, "SPLITS": 0, "AHEAD": 2}
 
 
 def lower(
@@ -39,32 +80,38 @@ def lower(
     step: int,
     has_valid_start: bool,
     return_lse: bool,
+    processors: int,
     rope: Any = None,
     q_norm_eps: float | None = None,
     inverse_rope: bool = False,
 ) -> tuple[Any, Any]:
+    """As lowerings.attention.lower_cuda; `inputs`: q, cache, state_ids, positions and, if there, valid_start.
+
+    q may be normed and turned in front (rope: a table of interleaved pairs), the output turned back behind.
+    """
     q = inputs[0]
     tokens, heads, dim = q.get_size()
     heads, dim = _inductor.int_of(heads), _inductor.int_of(dim)
+    group = heads // _inductor.int_of(cache.get_size()[2])
     known = _inductor.known_int(tokens)
-    options = config(None if known is None else known // step, step, heads)
-    warps = options["WARPS"]
-    rows = 64 if options["SPLITS"] else 16 * warps
-    held = options["TOKENS"] * options["HEADS"]
-    device, dtype = q.get_device(), q.get_dtype()
-    lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
+    options = config(None if known is None else known // step, step, heads, group, processors)
+    rows, held = 64 if options["SPLITS"] else 128, options["TOKENS"] * options["HEADS"]
+    lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, q.get_device())
     read = [*inputs, *(x for x in (sinks, rope) if x is not None)]
     nodes = [*read, *([lse] if return_lse else [])]
     out = _inductor.render_template(
         template(),
         nodes,
-        _inductor.fixed_layout(device, dtype, [tokens, heads, dim]),
+        _inductor.fixed_layout(q.get_device(), q.get_dtype(), [tokens, heads, dim]),
         mutated=range(len(read), len(nodes)),
         call_sizes=[tokens],
-        num_warps=warps,
+        num_warps=8,
         num_stages=1,
         **options,
+        WARPS=8,
         ROWS=rows,
+        SLICE=128,
+        GROUP=group,
         HEAD_BLOCKS=heads // options["HEADS"],
         TRIPS=-(-held // rows),
         EVEN=held % rows == 0,

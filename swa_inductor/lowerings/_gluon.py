@@ -45,11 +45,15 @@ def template(name: str, grid: Callable[..., Any], source: str) -> Any:
 
 
 class _Autotuner(_inductor.triton_heuristics.CachingAutotuner):  # type: ignore[misc]
-    def _precompile_config(self, cfg: Any) -> Any:
+    def _precompile_config(self, *args: Any, **kwargs: Any) -> Any:
         # Upstream's own code; only the front end that it hands the kernel to is Gluon's.
         upstream = _inductor.triton_heuristics.CachingAutotuner._precompile_config
         names = {**upstream.__globals__, "ASTSource": GluonASTSource}
-        return types.FunctionType(upstream.__code__, names, upstream.__name__, None, upstream.__closure__)(self, cfg)
+        twin = types.FunctionType(
+            upstream.__code__, names, upstream.__name__, upstream.__defaults__, upstream.__closure__
+        )
+        twin.__kwdefaults__ = upstream.__kwdefaults__
+        return twin(self, *args, **kwargs)
 
 
 def _template(num_stages: int, num_warps: int, triton_meta: Any, filename: Any = None, **kwargs: Any) -> Any:

@@ -166,14 +166,18 @@ def permute_columns(x):
 
 
 @gluon.jit
-def rotate(x, ROPE, POSITIONS, token, HEADS: gl.constexpr, STRIDES: gl.constexpr, LIMIT, DIM: gl.constexpr, INVERSE: gl.constexpr):
-    """RoPE of the last DIM columns of fp32 x, whose row m is of token `token + m // HEADS`; pairs are in one thread."""
+def rotate(x, ROPE, POSITIONS, token0, first, TOKENS: gl.constexpr, HEADS: gl.constexpr, STRIDES: gl.constexpr, LIMIT, DIM: gl.constexpr, INVERSE: gl.constexpr):
+    """RoPE of the last DIM columns of fp32 x, whose row m is of the program's token first + m // HEADS.
+
+    Both of a pair are in one thread. Rows without a token are turned as those of the last one.
+    """
     ROWS: gl.constexpr = x.shape[0]
     PAIRS: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(x.reshape([ROWS, PAIRS, 2]))
     pair = gl.expand_dims(gl.arange(0, PAIRS, gl.SliceLayout(0, a.type.layout)) - (PAIRS - DIM // 2), 0)
     m = gl.arange(0, ROWS, gl.SliceLayout(1, a.type.layout))
-    position = gl.expand_dims(gl.load(POSITIONS + (token + m // HEADS) * STRIDES[0]).to(gl.int64), 1)
+    token = gl.minimum(first + m // HEADS, TOKENS - 1)
+    position = gl.expand_dims(gl.load(POSITIONS + (token0 + token) * STRIDES[0]).to(gl.int64), 1)
     turned = (pair >= 0) & (position >= 0) & (position < LIMIT)
     at = ROPE + (position * STRIDES[1] + pair)
     cos = gl.load(at, mask=turned, other=1.0)

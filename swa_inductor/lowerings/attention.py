@@ -1,4 +1,4 @@
-"""Lowerings of swa_inductor::attention: one Triton kernel on CUDA; on the CPU the op stays a call of the eager code."""
+"""Lowerings of swa_inductor::attention: one kernel on CUDA, in Triton or, where _attention_sm90 serves, Gluon; on the CPU the op stays a call of the eager code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def splits(programs: int | None, keys: int, block_n: int, processors: int) -> in
 TEMPLATE = _inductor.triton_template("attention", grid, source("attention"))
 
 
-def heads_ok(q, dim, kv_heads, groups, window, step, kv_format, v_head_dim, softcap):
-    return (q.get_dtype() == torch.bfloat16 and dim == 512 and kv_heads == 1 and groups % 64 == 0 and window == 128 and step <= 16
-            and kv_format == "mxfp8" and v_head_dim is None and softcap is None)
-
-
 def lower_cuda(
     q: Any,
     cache: Any,
@@ -51,17 +46,20 @@ def lower_cuda(
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
     rows = tokens_per_step * groups
     card = torch.cuda.get_device_properties(q.get_device())
-    if (card.major, card.minor) == (9, 0) and heads_ok(q, dim, kv_heads, groups, window, tokens_per_step, kv_format, v_head_dim, softcap):
-        return _attention_sm90.lower(
-            [x for x in (q, cache, state_ids, positions, valid_start) if x is not None],
-            sinks,
-            cache=cache,
-            window=window,
-            scale=scale,
-            step=tokens_per_step,
-            has_valid_start=valid_start is not None,
-            return_lse=return_lse,
-        )
+    inputs = [x for x in (q, cache, state_ids, positions, valid_start) if x is not None]
+    if kv_format == "mxfp8" and v_head_dim is None and softcap is None:
+        if _attention_sm90.serves(q, cache, window, scale, tokens_per_step, card):
+            return _attention_sm90.lower(
+                inputs,
+                sinks,
+                cache=cache,
+                window=window,
+                scale=scale,
+                step=tokens_per_step,
+                has_valid_start=valid_start is not None,
+                return_lse=return_lse,
+                processors=card.multi_processor_count,
+            )
     tokens = _inductor.known_int(q.get_size()[0])
     steps = None if tokens is None else tokens // tokens_per_step * kv_heads
     options, shares = None, 1
@@ -86,7 +84,7 @@ def lower_cuda(
         ]
     return _attend.launch(
         TEMPLATE,
-        [x for x in (q, cache, state_ids, positions, valid_start) if x is not None],
+        inputs,
         sinks,
         dims=(dim, v_head_dim),
         kv_heads=kv_heads,
