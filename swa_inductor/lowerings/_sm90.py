@@ -151,10 +151,14 @@ def make_finite(tile, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_vectors(Q, at, columns: gl.constexpr, first, L: gl.constexpr):
-    """q of the rows that start at `at` int64 [rows], columns first .. first + columns."""
+def load_vectors(Q, at, columns: gl.constexpr, first, L: gl.constexpr, wanted):
+    """q of the rows that start at `at` int64 [rows], columns first .. first + columns; `wanted`: a scalar, or None."""
     c = gl.arange(0, columns, gl.SliceLayout(0, L)).to(gl.int64)
-    return gl.load((Q + first) + (gl.expand_dims(at, 1) + gl.expand_dims(c, 0)))
+    p = (Q + first) + (gl.expand_dims(at, 1) + gl.expand_dims(c, 0))
+    if wanted is None:
+        return gl.load(p)
+    else:
+        return gl.load(p, mask=wanted, other=0.0)
 
 
 @gluon.jit
@@ -167,21 +171,21 @@ def permute_columns(x):
 
 @gluon.jit
 def rotate(x, ROPE, POSITIONS, token0, first, TOKENS: gl.constexpr, HEADS: gl.constexpr, STRIDES: gl.constexpr, LIMIT, DIM: gl.constexpr, INVERSE: gl.constexpr):
-    """RoPE of the last DIM columns of fp32 x, whose row m is of the program's token first + m // HEADS.
+    """RoPE of the last DIM columns of x, whose row m is of the program's token first + m // HEADS; -> fp32.
 
     Both of a pair are in one thread. Rows without a token are turned as those of the last one.
     """
     ROWS: gl.constexpr = x.shape[0]
     PAIRS: gl.constexpr = x.shape[1] // 2
-    a, b = gl.split(x.reshape([ROWS, PAIRS, 2]))
-    pair = gl.expand_dims(gl.arange(0, PAIRS, gl.SliceLayout(0, a.type.layout)) - (PAIRS - DIM // 2), 0)
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, a.type.layout))
-    token = gl.minimum(first + m // HEADS, TOKENS - 1)
+    a, b = gl.split(x.to(gl.float32).reshape([ROWS // HEADS, HEADS, PAIRS, 2]))
+    LT: gl.constexpr = gl.SliceLayout(1, a.type.layout)  # [tokens, pairs]
+    token = gl.minimum(first + gl.arange(0, ROWS // HEADS, gl.SliceLayout(1, LT)), TOKENS - 1)
+    pair = gl.expand_dims(gl.arange(0, PAIRS, gl.SliceLayout(0, LT)) - (PAIRS - DIM // 2), 0)
     position = gl.expand_dims(gl.load(POSITIONS + (token0 + token) * STRIDES[0]).to(gl.int64), 1)
     turned = (pair >= 0) & (position >= 0) & (position < LIMIT)
     at = ROPE + (position * STRIDES[1] + pair)
-    cos = gl.load(at, mask=turned, other=1.0)
-    sin = gl.load(at + DIM // 2, mask=turned, other=0.0)
+    cos = gl.expand_dims(gl.load(at, mask=turned, other=1.0), 1)
+    sin = gl.expand_dims(gl.load(at + DIM // 2, mask=turned, other=0.0), 1)
     if INVERSE:
         sin = -sin
     return gl.join(a * cos - b * sin, b * cos + a * sin).reshape([ROWS, 2 * PAIRS])
