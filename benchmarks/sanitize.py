@@ -82,9 +82,18 @@ def check(spec: swa.RingSpec, heads: int, tokens: int) -> None:
         step = swa.prepare_decode(at, torch.zeros_like(ids), ids, spec=spec, num_slots=SLOTS, width=spec.window)
         return out, swa.attention_index(q, cache, index, sinks=sinks, **names), step
 
+    weight = torch.rand(spec.head_dim, device="cuda")
+    table = torch.rand(tokens + 1, 32, device="cuda")
+
+    def turned(k, v, cache):  # noqa: ANN001, ANN202
+        options = {"spec": spec, "norm_eps": 1e-6, "norm_weight": weight, "rope": table}
+        rows = swa.norm_store(k.flatten(1), k, v, cache, ids, at, x_eps=1e-6, **options)
+        return rows, swa.store_cast_back(k, v, cache, ids, at, rope_interleaved=False, **options)
+
     torch._dynamo.reset()
     out, other, _ = torch.compile(prefill, fullgraph=True, dynamic=False)(q, k, v, cache)
     ring, index, step = torch.compile(decode, fullgraph=True, dynamic=False)(q, cache)
+    torch.compile(turned, fullgraph=True, dynamic=False)(k, v, cache)
     torch.cuda.synchronize()
     if not guards_intact(spec, buffer):
         raise SystemExit(f"guard bytes overwritten at T = {tokens}")

@@ -19,7 +19,7 @@ from benchmarks import _measure
 from swa_inductor.integrations.transformers import TransformersSlotModel
 from swa_inductor.serving import DecodeStep
 
-BUCKETS, STEPS, MAX_LENGTH = (8, 64), 200, 4096
+WIDTHS, BUCKETS, STEPS, MAX_LENGTH = (1, 6), (8, 64), 200, 4096
 
 
 def gemma() -> Gemma3ForCausalLM:
@@ -71,7 +71,7 @@ def measure(step: DecodeStep, bucket: int) -> dict[str, Any]:
 
 def run() -> list[dict[str, Any]]:
     model, rows = gemma(), []
-    for width in (1, 6):
+    for width in WIDTHS:
         slots = TransformersSlotModel(
             model, num_slots=max(BUCKETS), max_length=MAX_LENGTH, tokens_per_step=width, kv_format="bf16"
         )

@@ -5,29 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swa_inductor.api_store import store
 from swa_inductor.spec import RawRingSpec, RingSpec
-
-
-def store(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec) -> None:
-    """Write the record of each token into row `position % R` of the ring of its slot, in place.
-
-    Args:
-        k: [T, num_kv_heads, head_dim], bf16, fp16 or fp32, after norm and RoPE; any strides.
-        v: [T, num_kv_heads, v_head_dim], dtype of `k`; None when K = V.
-        cache: uint8 [num_slots, R, num_kv_heads, record_bytes], any strides but adjacent record bytes; written.
-        state_ids: int32 [T], slot of each token's sequence; -1 for a padded row, which writes no byte.
-        positions: int64 [T], from 0. The tokens of one sequence stand together in order of position; of more than R
-            tokens of a sequence only the last R are written, so a row has one writer and the bytes do not depend on
-            scheduling.
-        spec: geometry and record format of the ring.
-
-    Raises:
-        InvalidArgumentError: a wrong dtype, shape, stride or device, at trace time as in eager mode; in eager mode on
-            the CPU also a wrong state id or position. Compiled code and CUDA devices treat such a row as padded.
-
-    Example: a decode step first stores its new tokens, then calls `attention`.
-    """
-    torch.ops.swa_inductor.store(k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax)
 
 
 def attention(
@@ -41,6 +20,11 @@ def attention(
     valid_start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_norm_eps: float | None = None,
+    q_norm_weight: Tensor | None = None,
+    rope: Tensor | None = None,
+    rope_interleaved: bool = True,
+    inverse_rope: bool = False,
     tokens_per_step: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -48,6 +32,9 @@ def attention(
 
     With `lo = max(p - W + 1, valid_start, 0)`, keys j in [lo, p] and `s_j = softcap(scale * q.k_j)`:
     `out = sum_j e^(s_j - m) v_j / (sum_j e^(s_j - m) + e^(sink - m))`, where m is the largest term.
+
+    On request q is normed and turned first, `q' = rope(rms_norm(q))`, and the output turned back last, all at the
+    query's position: in compiled code parts of the same kernel, with no rounding but that of q' to the dtype of q.
 
     Args:
         q: [T, num_heads, head_dim], bf16, fp16 or fp32; num_heads a multiple of num_kv_heads.
@@ -59,6 +46,12 @@ def attention(
         valid_start: int32 [T], first position of the sequence that may be read; default 0.
         sinks: [num_heads], a logit that takes part in the softmax with no value.
         softcap: logits become `softcap * tanh(logit / softcap)`.
+        q_norm_eps: RMSNorm of each query head, `q / sqrt(mean(q^2) + eps) * q_norm_weight`; None for no norm.
+        q_norm_weight: [head_dim], bf16, fp16 or fp32; None for ones.
+        rope: fp32 [num_positions, rope_dim], cos, then sin, of each position and pair: turns the last rope_dim dims,
+            (a, b) -> (a cos - b sin, b cos + a sin). A row whose position lies beyond the table is a padded row.
+        rope_interleaved: pairs are adjacent dims (2i, 2i + 1), else halves (i, i + rope_dim / 2).
+        inverse_rope: turn the last rope_dim dims of the output back, for values that carry RoPE, as with K = V.
         tokens_per_step: every run of this many rows is one sequence at consecutive positions (some may be padded),
             which then share one read of the ring; T must be a multiple.
         return_lse: also return the natural log of the softmax denominator, without the sink.
@@ -78,6 +71,8 @@ def attention(
         positions,
         valid_start,
         sinks,
+        q_norm_weight,
+        rope,
         window=spec.window,
         scale=spec.head_dim**-0.5 if scale is None else scale,
         kv_format=spec.kv_format,
@@ -85,6 +80,9 @@ def attention(
         tokens_per_step=tokens_per_step,
         softcap=softcap,
         return_lse=return_lse,
+        q_norm_eps=q_norm_eps,
+        rope_interleaved=rope_interleaved,
+        inverse_rope=inverse_rope,
     )
     return (out, lse) if return_lse else out
 
@@ -132,22 +130,6 @@ def ring_read_raw(
     return torch.ops.swa_inductor.ring_read_raw(
         cache, state_ids, positions, valid_start, window=spec.ratio, kv_format=spec.dtype
     )
-
-
-def store_cast_back(
-    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, spec: RingSpec
-) -> tuple[Tensor, Tensor | None]:
-    """`store`, and the vectors as they will be read back, so that prefill attends to the numbers that decode will read.
-
-    Args and errors as in `store`; the result does not depend on which tokens write.
-
-    Returns:
-        k and v (None when K = V) after the round trip through the record format, shapes and dtypes of the inputs.
-    """
-    k_back, v_back = torch.ops.swa_inductor.store_cast_back(
-        k, v, cache, state_ids, positions, kv_format=spec.kv_format, min_amax=spec.min_amax
-    )
-    return k_back, None if v is None else v_back
 
 
 def gather(
@@ -210,6 +192,11 @@ def attention_prefill(
     valid_start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_norm_eps: float | None = None,
+    q_norm_weight: Tensor | None = None,
+    rope: Tensor | None = None,
+    rope_interleaved: bool = True,
+    inverse_rope: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new tokens over their history, read from the ring, and themselves; without a workspace.
@@ -226,6 +213,7 @@ def attention_prefill(
         positions: int64 [T].
         q_starts: int64 [T], position of the first new token of the token's sequence.
         spec, scale, valid_start (int32 [T]), sinks, softcap, return_lse: as in `attention`.
+        q_norm_eps, q_norm_weight, rope, rope_interleaved, inverse_rope: as in `attention`; k is as it is stored.
 
     Returns and raises as `attention` does.
     """
@@ -239,11 +227,16 @@ def attention_prefill(
         q_starts,
         valid_start,
         sinks,
+        q_norm_weight,
+        rope,
         window=spec.window,
         scale=spec.head_dim**-0.5 if scale is None else scale,
         kv_format=spec.kv_format,
         softcap=softcap,
         return_lse=return_lse,
+        q_norm_eps=q_norm_eps,
+        rope_interleaved=rope_interleaved,
+        inverse_rope=inverse_rope,
     )
     return (out, lse) if return_lse else out
 

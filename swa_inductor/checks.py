@@ -63,7 +63,7 @@ def check_store(
     kv_format: str,
     min_amax: float,
 ) -> None:
-    """Arguments of swa_inductor::store (shapes in api.store)."""
+    """Arguments of swa_inductor::store (shapes in api_store.store)."""
     _tensor("k", k, FLOATS, (None, None, None), "[T, num_kv_heads, head_dim]")
     tokens, heads, dim = k.shape
     if v is not None:
@@ -72,6 +72,14 @@ def check_store(
     check_cache(cache, heads, record_bytes(kv_format, dim, None if v is None else v.shape[2]), kv_format)
     _check_metadata(cache, tokens, state_ids, positions)
     _same_device(cache, k=k, v=v)
+
+
+def check_normed(x: torch.Tensor, tokens: Any, cache: torch.Tensor) -> None:
+    """Rows that swa_inductor::norm_store normalises (shapes in api_store.norm_store)."""
+    what = f"[T={tokens}, N], N at least 1"
+    _tensor("x", x, FLOATS, (tokens, None), what)
+    require(x.shape[1] >= 1, "x shape", tuple(x.shape), what)
+    _same_device(cache, x=x)
 
 
 def _check_query(q: torch.Tensor, kv_heads: Any, sinks: torch.Tensor | None, softcap: float | None) -> None:

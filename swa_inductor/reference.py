@@ -63,7 +63,7 @@ def store_plan(
 def store(
     k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, kv_format: str, min_amax: float
 ) -> None:
-    """Write each token's record into row `position % R` of its slot (api.store)."""
+    """Write each token's record into row `position % R` of its slot (api_store.store)."""
     if k.shape[0]:
         slot, row, stored = store_plan(k, v, cache, state_ids, positions, kv_format, min_amax)
         cache.index_put_((slot, row), stored)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from numerics import assert_as_good_as
 from torch import Tensor
 
 import swa_inductor as swa
 from swa_inductor import records
+from swa_inductor.reference_rope import rms_norm, rotate
 from swa_inductor.testing import GeneratedCode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,6 +29,11 @@ class Case:
     valid_start: bool = False
     softcap: float | None = None
     slots: int = 4
+    q_norm: str | None = None
+    """RMSNorm of q: "plain" or "weight"."""
+    rope_dim: int = 0
+    halves: bool = False
+    inverse: bool = False
 
 
 def _spec(window: int, step: int, dim: int, **kw: object) -> swa.RingSpec:
@@ -46,7 +54,35 @@ CASES = [
     Case("fp32-mxfp8", _spec(70, 2, 128, shared_kv=True), 3, FP32, sinks=True, softcap=20.0),
     Case("narrow-v", _spec(20, 8, 128, v_head_dim=64, kv_format="bf16"), 1),
 ]
-BY_NAME = {case.name: case for case in CASES}
+FUSED_CASES = [
+    Case("v4+", _spec(128, 6, 512, shared_kv=True), 64, sinks=True, q_norm="plain", rope_dim=64, inverse=True),
+    Case("v4+-one-token", _spec(128, 1, 512, shared_kv=True), 64, q_norm="plain", rope_dim=64, inverse=True),
+    Case("v4+-few-heads", _spec(128, 3, 512, shared_kv=True), 4, q_norm="plain", rope_dim=64, inverse=True),
+    Case("gemma3+", _spec(96, 1, 256, kv_format="bf16"), 4, q_norm="weight", rope_dim=256, halves=True),
+    Case(
+        "gpt-oss+", _spec(64, 4, 64, num_kv_heads=2, kv_format="bf16"), 16, BF16, True, True, rope_dim=64, halves=True
+    ),
+    Case("96+", _spec(40, 5, 96, num_kv_heads=2), 6, FP16, q_norm="weight", rope_dim=96, halves=True, inverse=True),
+    Case("mimo+", _spec(48, 3, 192, v_head_dim=128, num_kv_heads=2), 8, rope_dim=64, halves=True, inverse=True),
+    Case(
+        "narrow-v+", _spec(20, 8, 128, v_head_dim=64, kv_format="bf16"), 1, q_norm="weight", rope_dim=48, inverse=True
+    ),
+    Case("halves+", _spec(70, 5, 128, shared_kv=True), 24, q_norm="weight", rope_dim=32, halves=True, inverse=True),
+    Case("norm+", _spec(70, 5, 128, shared_kv=True), 24, FP16, softcap=30.0, q_norm="weight"),
+    Case(
+        "fp32+",
+        _spec(70, 2, 128, shared_kv=True),
+        3,
+        FP32,
+        True,
+        softcap=9.0,
+        q_norm="plain",
+        rope_dim=64,
+        inverse=True,
+    ),
+]
+"""With norm and RoPE of q in front of attention, and inverse RoPE behind."""
+BY_NAME = {case.name: case for case in CASES + FUSED_CASES}
 
 
 def vectors(case: Case, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -60,6 +96,56 @@ def vectors(case: Case, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor | No
     k = randn(spec.num_kv_heads, spec.head_dim)
     v = None if spec.v_head_dim is None else randn(spec.num_kv_heads, spec.v_head_dim)
     return k, v, randn(case.heads, spec.head_dim)
+
+
+def query_inputs(case: Case, positions: Tensor, seed: int) -> dict[str, Tensor | None]:
+    """Weight of the norm of q, and a RoPE table that ends at the last position."""
+    g = torch.Generator().manual_seed(seed + 98)
+    weight = torch.rand(case.spec.head_dim, generator=g) + 0.5
+    angle = torch.arange(int(positions.max()) + 1)[:, None] / 100.0 ** (torch.arange(case.rope_dim // 2) / 16)
+    return {
+        "q_norm_weight": weight if case.q_norm == "weight" else None,
+        "rope": torch.cat([angle.cos(), angle.sin()], -1) if case.rope_dim else None,
+    }
+
+
+def query_options(case: Case) -> dict:
+    """The options of attention that go with them."""
+    return {
+        "q_norm_eps": 1e-5 if case.q_norm else None,
+        "rope_interleaved": not case.halves,
+        "inverse_rope": case.inverse,
+    }
+
+
+def query_composed(case: Case, x: dict, dtype: torch.dtype, attend: Callable) -> tuple[Tensor, Tensor]:
+    """attend(q) -> (out, lse) with norm, RoPE and inverse RoPE around it, each rounded to `dtype`: ops of their own."""
+    q, at = x["q"].to(dtype), x["positions"]
+    if case.q_norm:
+        q = rms_norm(q, x["q_norm_weight"], 1e-5).to(dtype)
+    if case.rope_dim:
+        q = rotate(q, at, x["rope"], not case.halves).to(dtype)
+    out, lse = attend(q)
+    return rotate(out.to(dtype), at, x["rope"], not case.halves, True) if case.inverse else out, lse
+
+
+def judge(case: Case, x: dict, got: tuple[Tensor, Tensor], exact: Callable) -> None:
+    """(out, lse) of attention against fp64, relative to the error of the plain computation in the input dtype.
+
+    `exact(case, x, dtype of q, dtype of the attention)`. lse has errors of fp32 alone, and where q is normed or turned
+    that of rounding it once: a quarter more at most than the same in an op of its own, as roundings fall differently.
+    """
+    (out, lse), live = got, x["state_ids"] >= 0
+    (want, want_lse), (plain, _) = exact(case, x), exact(case, x, case.dtype)
+    assert out.dtype == case.dtype and lse.dtype == FP32
+    assert not out[~live].any() and (lse[~live] == -torch.inf).all()
+    factor = 2.0 if case.dtype == FP32 else 1.0
+    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype), factor)
+    if case.q_norm or case.rope_dim:
+        _, rounded_lse = exact(case, x, case.dtype, torch.float64)
+        assert_as_good_as(lse[live], want_lse[live], rounded_lse[live], 1.25 * factor)
+    else:
+        torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
 
 
 def steps(case: Case, starts: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
@@ -96,6 +182,31 @@ def decode_inputs(case: Case, seed: int = 0) -> dict[str, Tensor | None]:
         "positions": positions,
         "valid_start": (positions - w // 3).clamp(min=0).int() if case.valid_start else None,
         "sinks": torch.randn(case.heads, generator=g) if case.sinks else None,
+        **query_inputs(case, positions, seed),
+    }
+
+
+EPS, X_EPS = 2.0**-8, 0.75
+"""Of the norms: large enough to show in bf16."""
+
+
+def norm_inputs(case: Case, x: dict, width: int = 40, rope_dim: int = 64, rows: int | None = None) -> dict:
+    """The inputs `x`, and what norm and RoPE take besides: weights, a RoPE table, rows x [T, width].
+
+    k and x hold whole numbers: their squares add up to the same in any order, so that bytes can be compared. Both are
+    slices of one merged projection, as the layers of models have them.
+    """
+    g = torch.Generator().manual_seed(17)
+    tokens, heads, dim = x["k"].shape
+    merged = torch.randint(-9, 10, (tokens, width + heads * dim + 8), generator=g).to(case.dtype)
+    angles = torch.rand(int(x["positions"].max()) + 1 if rows is None else rows, rope_dim // 2, generator=g) * 6.3
+    return {
+        **x,
+        "x": merged[:, 8 : 8 + width],
+        "k": merged[:, 8 + width :].unflatten(1, (heads, dim)),
+        "x_weight": torch.rand(width, generator=g) + 0.5,
+        "norm_weight": (torch.rand(dim, generator=g) + 0.5).to(case.dtype),
+        "rope": torch.cat([angles.cos(), angles.sin()], 1),
     }
 
 
@@ -124,6 +235,7 @@ def prefill_inputs(case: Case, seed: int = 0, q_lens: tuple[int, ...] = (1, 7, 0
         "q_starts": per_token,
         "valid_start": torch.cat([lower, lower.new_zeros(1)]).repeat_interleave(lens) if case.valid_start else None,
         "sinks": torch.randn(case.heads, generator=g) if case.sinks else None,
+        **query_inputs(case, positions, seed),
         "slots": torch.tensor(slots, dtype=torch.int32),
         "starts": torch.tensor(starts),
         "q_lens": torch.tensor(q_lens),
@@ -132,7 +244,7 @@ def prefill_inputs(case: Case, seed: int = 0, q_lens: tuple[int, ...] = (1, 7, 0
 
 
 def prefill_op(case: Case):  # noqa: ANN201
-    def fn(q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks):  # noqa: ANN001, ANN202
+    def fn(q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks, weight=None, rope=None):  # noqa: ANN001, ANN202
         return swa.attention_prefill(
             q,
             k,
@@ -145,7 +257,10 @@ def prefill_op(case: Case):  # noqa: ANN201
             valid_start=valid_start,
             sinks=sinks,
             softcap=case.softcap,
+            q_norm_weight=weight,
+            rope=rope,
             return_lse=True,
+            **query_options(case),
         )
 
     return fn
@@ -183,9 +298,19 @@ def index_op(case: Case):  # noqa: ANN201
     return fn
 
 
-def cast_back_op(case: Case):  # noqa: ANN201
-    def fn(k, v, cache, state_ids, positions):  # noqa: ANN001, ANN202
-        return swa.store_cast_back(k, v, cache, state_ids, positions, spec=case.spec)
+def cast_back_op(case: Case, norm_eps: float | None = None, interleaved: bool = True):  # noqa: ANN201
+    def fn(k, v, cache, state_ids, positions, norm_weight=None, rope=None):  # noqa: ANN001, ANN202
+        options = {"norm_eps": norm_eps, "norm_weight": norm_weight, "rope": rope, "rope_interleaved": interleaved}
+        return swa.store_cast_back(k, v, cache, state_ids, positions, spec=case.spec, **options)
+
+    return fn
+
+
+def norm_store_op(case: Case, norm_eps: float | None = EPS, interleaved: bool = True):  # noqa: ANN201
+    def fn(x, x_weight, k, v, cache, state_ids, positions, norm_weight=None, rope=None):  # noqa: ANN001, ANN202
+        options = {"norm_eps": norm_eps, "norm_weight": norm_weight, "rope": rope, "rope_interleaved": interleaved}
+        args = (x, k, v, cache, state_ids, positions)
+        return swa.norm_store(*args, spec=case.spec, x_eps=X_EPS, x_weight=x_weight, **options)
 
     return fn
 
@@ -206,16 +331,24 @@ def plain_pivots(case: Case, x: dict) -> Tensor:
     return torch.tensor(rows + [(0, 0, 0, 0)] * (len(x["positions"]) - first), dtype=torch.int32)
 
 
-def store_op(case: Case):  # noqa: ANN201  a closure over the geometry
-    def fn(k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor) -> None:
-        swa.store(k, v, cache, state_ids, positions, spec=case.spec)
+def store_op(case: Case, norm_eps: float | None = None, interleaved: bool = True):  # noqa: ANN201  a closure over the geometry
+    def fn(k, v, cache, state_ids, positions, norm_weight=None, rope=None) -> None:  # noqa: ANN001
+        options = {"norm_eps": norm_eps, "norm_weight": norm_weight, "rope": rope, "rope_interleaved": interleaved}
+        swa.store(k, v, cache, state_ids, positions, spec=case.spec, **options)
 
     return fn
 
 
 def attention_op(case: Case, return_lse: bool = True, tokens_per_step: int | None = None):  # noqa: ANN201
     def fn(
-        q: Tensor, cache: Tensor, state_ids: Tensor, positions: Tensor, valid_start: Tensor | None, sinks: Tensor | None
+        q: Tensor,
+        cache: Tensor,
+        state_ids: Tensor,
+        positions: Tensor,
+        valid_start: Tensor | None,
+        sinks: Tensor | None,
+        weight: Tensor | None = None,
+        rope: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         return swa.attention(
             q,
@@ -227,7 +360,10 @@ def attention_op(case: Case, return_lse: bool = True, tokens_per_step: int | Non
             sinks=sinks,
             softcap=case.softcap,
             tokens_per_step=case.spec.tokens_per_step if tokens_per_step is None else tokens_per_step,
+            q_norm_weight=weight,
+            rope=rope,
             return_lse=return_lse,
+            **query_options(case),
         )
 
     return fn
@@ -317,7 +453,10 @@ def template_launches(code: GeneratedCode) -> list[str]:
     return ours
 
 
-PREFILL_ARGS = ("q", "k", "v", "cache", "state_ids", "positions", "q_starts", "valid_start", "sinks")
+QUERY_ARGS = ("q_norm_weight", "rope")
+PREFILL_ARGS = ("q", "k", "v", "cache", "state_ids", "positions", "q_starts", "valid_start", "sinks", *QUERY_ARGS)
 GATHER_ARGS = ("cache", "slots", "starts", "lower", "k", "v")
 STORE_ARGS = ("k", "v", "cache", "state_ids", "positions")
-ATTENTION_ARGS = ("q", "cache", "state_ids", "positions", "valid_start", "sinks")
+TURN_ARGS = (*STORE_ARGS, "norm_weight", "rope")
+NORM_STORE_ARGS = ("x", "x_weight", *TURN_ARGS)
+ATTENTION_ARGS = ("q", "cache", "state_ids", "positions", "valid_start", "sinks", *QUERY_ARGS)

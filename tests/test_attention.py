@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,14 @@ from cases import (
     BF16,
     BY_NAME,
     CASES,
+    FUSED_CASES,
+    QUERY_ARGS,
     Case,
     attention_op,
     decode_inputs,
     filled_cache,
+    judge,
+    query_composed,
     steps,
     template_launches,
     vectors,
@@ -27,23 +32,33 @@ import swa_inductor as swa
 from swa_inductor import records, reference
 from swa_inductor.lowerings import _template
 from swa_inductor.lowerings import attention as lowering
-from swa_inductor.lowerings._attend import resident
+from swa_inductor.lowerings._attend import resident, slices
+from swa_inductor.reference_query import PLAIN
 from swa_inductor.testing import generate_code, run_on_cpu
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+every_case = pytest.mark.parametrize("case", CASES + FUSED_CASES, ids=lambda c: c.name)
 
 
-def exact(case: Case, x: dict, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(
+    case: Case, x: dict, dtype: torch.dtype = torch.float64, inner: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in the dtype `inner`, norm and RoPE around it each rounded to `dtype`."""
     spec = case.spec
-    return reference.attention(
-        *(x[name] for name in ATTENTION_ARGS),
-        spec.window,
-        spec.head_dim**-0.5,
-        spec.kv_format,
-        spec.v_head_dim,
-        case.softcap,
-        dtype,
-    )
+    rest = (spec.window, spec.head_dim**-0.5, spec.kv_format, spec.v_head_dim, case.softcap, inner or dtype)
+    inputs = [x[name] for name in ATTENTION_ARGS[1 : -len(QUERY_ARGS)]]
+    return query_composed(case, x, dtype, lambda q: reference.attention(q, *inputs, *rest))
+
+
+def turned_by_hand(case: Case, x: dict, t: int, vector: torch.Tensor, sign: int) -> torch.Tensor:
+    """RoPE of one vector, pair by pair, as a product of complex numbers."""
+    out, half = vector.clone(), case.rope_dim // 2
+    for i in range(half):
+        first = len(vector) - case.rope_dim
+        a, b = (first + i, first + i + half) if case.halves else (first + 2 * i, first + 2 * i + 1)
+        cos, sin = (float(y) for y in x["rope"][x["positions"][t], i::half])
+        z = complex(vector[a], vector[b]) * complex(cos, sign * sin)
+        out[a], out[b] = z.real, z.imag
+    return out
 
 
 def by_hand(case: Case, x: dict, t: int, h: int) -> tuple[torch.Tensor, float]:
@@ -52,15 +67,21 @@ def by_hand(case: Case, x: dict, t: int, h: int) -> tuple[torch.Tensor, float]:
     start = 0 if x["valid_start"] is None else int(x["valid_start"][t])
     lo = max(p - spec.window + 1, start, 0)
     scores, values = [], []
+    q = x["q"][t, h].double()
+    if case.q_norm:
+        weight = 1 if x["q_norm_weight"] is None else x["q_norm_weight"].double()
+        q = q * (q.square().mean() + 1e-5) ** -0.5 * weight
+    q = turned_by_hand(case, x, t, q, 1)
     for j in range(lo, p + 1):
         record = x["cache"][slot, j % spec.rows, h // (case.heads // spec.num_kv_heads)]
         k, v = records.decode_record(record, spec.kv_format, spec.head_dim, spec.v_head_dim)
-        s = float(x["q"][t, h].double() @ k.double()) * spec.head_dim**-0.5
+        s = float(q @ k.double()) * spec.head_dim**-0.5
         scores.append(s if case.softcap is None else case.softcap * math.tanh(s / case.softcap))
         values.append(v.double())
     weights = torch.tensor(scores, dtype=torch.float64).exp()
     total = weights.sum() + (0 if x["sinks"] is None else math.exp(float(x["sinks"][h])))
-    return (weights[:, None] * torch.stack(values)).sum(0) / total, math.log(float(weights.sum()))
+    out = (weights[:, None] * torch.stack(values)).sum(0) / total
+    return turned_by_hand(case, x, t, out, -1) if case.inverse else out, math.log(float(weights.sum()))
 
 
 @every_case
@@ -81,25 +102,13 @@ def test_generated_source(case: Case) -> None:
     args = [x[name] for name in ATTENTION_ARGS]
     code = generate_code(attention_op(case), *args)
     assert len(template_launches(code)) == 1
-    out, lse = run_on_cpu(code, args)
-    want, want_lse = exact(case, x)
-    plain, plain_lse = exact(case, x, case.dtype)
-    live = x["state_ids"] >= 0
-    assert out.dtype == case.dtype and not out[~live].any() and (lse[~live] == -math.inf).all()
-    assert_as_good_as(
-        out[live], want[live], plain[live].to(case.dtype), factor=2.0 if case.dtype == torch.float32 else 1.0
-    )
-    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=2e-5)
+    judge(case, x, run_on_cpu(code, args), exact)
 
 
 @every_case
 def test_eager(case: Case) -> None:
     x = decode_inputs(case)
-    out, lse = attention_op(case)(*(x[name] for name in ATTENTION_ARGS))
-    want, want_lse = exact(case, x)
-    plain, _ = exact(case, x, case.dtype)
-    assert_as_good_as(out, want, plain.to(case.dtype), factor=2.0 if case.dtype == torch.float32 else 1.0)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    judge(case, x, attention_op(case)(*(x[name] for name in ATTENTION_ARGS)), exact)
 
 
 @pytest.mark.parametrize("name", ["v4", "gpt-oss", "mimo", "narrow-v", "mha-fp16"])
@@ -254,6 +263,79 @@ def test_epilogue_fuses_behind_attention() -> None:
     torch.testing.assert_close(out, gated(gate, *args), rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["v4+-few-heads", "v4+-one-token", "gemma3+", "mimo+"])
+def test_epilogue_fuses_behind_inverse_rope(name: str) -> None:
+    """Gate, residual and cast see the output that has been turned back; slices of other widths, tiles, separate V."""
+    case = BY_NAME[name]
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS]
+    gate = torch.randn(len(x["q"]), case.heads, case.spec.output_head_dim).to(case.dtype)
+
+    def fn(gate: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return (attention_op(case, return_lse=False)(*args) * torch.sigmoid(gate) + gate).float()
+
+    code = generate_code(fn, gate, *args)
+    assert len(template_launches(code)) == 1 and len(code.launches) <= 2 and "extern_kernels" not in code.call
+    assert "torch.bfloat16" not in [a.dtype for a in code.allocations]
+    out, *_ = run_on_cpu(code, [gate, *args])
+    torch.testing.assert_close(out, fn(gate, *args), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize("layer", ["v4+", "v4+-one-token"])
+def test_one_kernel_between_two_products(layer: str, capability: tuple[int, int]) -> None:
+    """q_b GEMM, one kernel, grouped output GEMM: norm, RoPE and inverse RoPE are in it."""
+    case = BY_NAME[layer]
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS[1:]]
+    tokens, width = len(x["q"]), case.heads * 512
+    q_a, q_b = torch.randn(tokens, 128, dtype=BF16), torch.randn(128, width, dtype=BF16)
+    o_a = torch.randn(2, width // 2, 64, dtype=BF16)
+
+    def fn(q_a: torch.Tensor, q_b: torch.Tensor, o_a: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        out = attention_op(case, return_lse=False)((q_a @ q_b).view(tokens, case.heads, 512), *args)
+        return torch.bmm(out.view(tokens, 2, -1).transpose(0, 1), o_a)
+
+    code = generate_code(fn, q_a, q_b, o_a, *args, capability=capability)
+    check = FileCheck().check_count("extern_kernels.mm(", 1, exactly=True).check("triton_tem_fused_attention")
+    check.check_count("extern_kernels.bmm(", 1, exactly=True).run(code.call)
+    assert len(code.launches) == len(template_launches(code)) == 1
+
+
+def test_a_position_beyond_the_table_makes_a_padded_row() -> None:
+    """In the resident kernel and tile by tile; rows before it are what they were."""
+    for name in ("v4+-one-token", "v4+-few-heads", "gpt-oss+"):
+        case = BY_NAME[name]
+        x = decode_inputs(case)
+        args = [x[n] for n in ATTENTION_ARGS]
+        short = [*args[:-1], x["rope"][:-1].clone()]  # the last position of all, that of the last row, is beyond
+        code = generate_code(attention_op(case), *short)
+        for run in (lambda *a, code=code: run_on_cpu(code, a), attention_op(case)):
+            out, lse = run(*short)
+            assert not out[-1].any() and (lse[-1] == -math.inf).all()
+            for value, want in zip((out, lse), attention_op(case)(*args), strict=True):
+                torch.testing.assert_close(value[:-1], want[:-1], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["v4+-one-token", "v4+-few-heads", "gpt-oss+", "fp32+"])
+def test_nan_in_q_stays_in_its_row(name: str) -> None:
+    """Of a visible row all of the output, of a padded row nothing."""
+    case = BY_NAME[name]
+    x = decode_inputs(case)
+    args = [x[n] for n in ATTENTION_ARGS]
+    code = generate_code(attention_op(case), *args)
+    clean = run_on_cpu(code, args)
+    bad = x["q"].clone()
+    bad[0, 1, 3] = math.nan
+    bad[x["state_ids"] < 0] = math.nan
+    out, lse = run_on_cpu(code, [bad, *args[1:]])
+    assert out[0, 1].isnan().all() and lse[0, 1].isnan()
+    keep = torch.ones(lse.shape, dtype=torch.bool)
+    keep[0, 1] = False
+    assert_same(out[keep], clean[0][keep])
+    assert_same(lse[keep], clean[1][keep])
+
+
 def test_layout_change_behind_attention_is_right() -> None:
     """E1: an epilogue that permutes or has two readers is right, fused or not."""
     case = BY_NAME["gemma3"]
@@ -280,7 +362,7 @@ def test_q_may_be_a_transposed_view() -> None:
     assert_as_good_as(out, want, plain.to(case.dtype))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "v4-tight-ring", "gemma3-fp32"])
+@pytest.mark.parametrize("name", ["gemma3", "v4-tight-ring", "gemma3-fp32", "v4+-few-heads", "gpt-oss+"])
 def test_programs_that_share_keys_agree_with_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """E8: a small batch splits the keys of a row over programs; shares without a visible key change nothing."""
     case = BY_NAME[name]
@@ -324,12 +406,7 @@ def test_programs_that_keep_the_whole_window(case: Case, tokens: str, monkeypatc
     code = generate_code(attention_op(case), *args, dynamic_inputs=dynamic if tokens == "unknown" else ())
     (kernel,) = (k for k in code.kernels if "attention" in k)
     assert f"BLOCK_M : tl.constexpr = {64 if tokens == 'known' else 128}" in code.kernel_source(kernel)
-    out, lse = run_on_cpu(code, args)
-    (want, want_lse), (plain, _) = exact(case, x), exact(case, x, case.dtype)
-    live = x["state_ids"] >= 0
-    assert not out[~live].any() and (lse[~live] == -math.inf).all()
-    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype))
-    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
+    judge(case, x, run_on_cpu(code, args), exact)
 
 
 def test_a_window_is_kept_only_where_it_fits() -> None:
@@ -337,8 +414,8 @@ def test_a_window_is_kept_only_where_it_fits() -> None:
         SimpleNamespace(major=major, shared_memory_per_block_optin=kb * 1024)
         for major, kb in ((9, 227), (8, 99), (8, 163))
     )
-    assert resident(64, 1, 512, 128, BF16, h200)["TILES"] == (128,)
-    assert resident(128, 2, 512, 128, BF16, h200)["TILES"] == (64, 64, 16)
+    assert resident(64, 1, 512, 128, BF16, h200, PLAIN)["TILES"] == (128,)
+    assert resident(128, 2, 512, 128, BF16, h200, PLAIN)["TILES"] == (64, 64, 16)
     for card, dim, window, dtype in (
         (ada, 512, 128, BF16),
         (a100, 512, 128, BF16),
@@ -346,4 +423,46 @@ def test_a_window_is_kept_only_where_it_fits() -> None:
         (h200, 192, 128, BF16),
         (h200, 512, 128, torch.float32),
     ):
-        assert resident(64, 1, dim, window, dtype, card) is None
+        assert resident(64, 1, dim, window, dtype, card, PLAIN) is None
+
+
+def test_dims_that_rope_turns_are_a_slice_of_their_own() -> None:
+    assert slices(512, 256, 0) == ((0, 2, 256),)
+    assert slices(512, 256, 64) == ((0, 1, 256), (256, 1, 128), (384, 1, 64), (448, 1, 64))
+    assert slices(512, 128, 64) == ((0, 3, 128), (384, 1, 64), (448, 1, 64))
+    assert slices(128, 128, 128) == ((0, 1, 128),)
+
+
+@pytest.mark.parametrize("bad", ["weight length", "weight alone", "eps", "rope dtype", "odd rope", "no rope", "v"])
+@pytest.mark.parametrize("op", ["attention", "attention_prefill"])
+def test_wrong_arguments_of_norm_and_rope(op: str, bad: str) -> None:
+    """The same error in eager mode and at trace time."""
+    spec = swa.RingSpec(20, 1, 64, v_head_dim=32, kv_format="bf16")
+    q, cache = torch.zeros(2, 4, 64, dtype=BF16), torch.zeros(spec.cache_shape(2), dtype=torch.uint8)
+    ids, at = torch.zeros(2, dtype=torch.int32), torch.arange(2)
+    table, weight = torch.ones(9, 64), torch.ones(64)
+    options, message = {
+        "weight length": (
+            {"q_norm_eps": 1e-6, "q_norm_weight": weight[:9]},
+            "q_norm_weight shape: got (9,); allowed: [64]",
+        ),
+        "weight alone": ({"q_norm_weight": weight}, "q_norm_eps: got None"),
+        "eps": ({"q_norm_eps": 0.0}, "q_norm_eps: got 0.0"),
+        "rope dtype": ({"rope": table.bfloat16()}, "rope dtype: got torch.bfloat16; allowed: torch.float32"),
+        "odd rope": ({"rope": table[:, :9]}, "rope shape: got (9, 9)"),
+        "no rope": ({"inverse_rope": True}, "rope: got None; allowed: a table with inverse_rope"),
+        "v": ({"rope": table, "inverse_rope": True}, "rope shape: got (9, 64); allowed: rope_dim up to v_head_dim=32"),
+    }[bad]
+
+    def fn(q: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> object:
+        if op == "attention":
+            return swa.attention(q, cache, ids, at, spec=spec, **options)
+        k, v = q[:, :1], q[:, :1, :32]
+        return swa.attention_prefill(q, k, v, cache, ids, at, at, spec=spec, **options)
+
+    with pytest.raises(swa.InvalidArgumentError) as error:
+        fn(q, cache, ids, at)
+    assert message in str(error.value)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(message)):
+        torch.compile(fn, fullgraph=True, backend="eager")(q, cache, ids, at)

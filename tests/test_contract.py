@@ -12,6 +12,7 @@ from cases import (
     ATTENTION_ARGS,
     BY_NAME,
     GATHER_ARGS,
+    NORM_STORE_ARGS,
     PREFILL_ARGS,
     STORE_ARGS,
     Case,
@@ -21,6 +22,8 @@ from cases import (
     gather_op,
     index_op,
     inlined_calls,
+    norm_inputs,
+    norm_store_op,
     prefill_op,
     prepare_calls,
     store_op,
@@ -37,7 +40,7 @@ import swa_inductor as swa
 from swa_inductor.meta._library import OPS
 from swa_inductor.testing import generate_code, run_on_cpu
 
-OP_CASES = [BY_NAME[name] for name in ("v4", "gpt-oss", "mimo", "odd-group")]
+OP_CASES = [BY_NAME[name] for name in ("v4", "gpt-oss", "mimo", "odd-group", "v4+-few-heads", "96+")]
 every_case = pytest.mark.parametrize("case", OP_CASES, ids=lambda c: c.name)
 
 
@@ -51,10 +54,11 @@ def op_calls(case: Case, tokens: int | None = None) -> dict[str, tuple[Callable,
         # distinct rows: one token of each slot is live, the rest are padding
         x["state_ids"] = torch.where(torch.arange(tokens) < case.slots, torch.arange(tokens), -1).int()
         x["positions"] = x["positions"].clamp(min=0)
-    step = None if tokens is None else 1
+    step, turned = None if tokens is None else 1, norm_inputs(case, x, rope_dim=32, rows=10**4)
     return {
         "store": (store_op(case), [x[n] for n in STORE_ARGS]),
         "store_cast_back": (cast_back_op(case), [x[n] for n in STORE_ARGS]),
+        "norm_store": (norm_store_op(case), [turned[n] for n in NORM_STORE_ARGS]),
         "attention": (attention_op(case, tokens_per_step=step), [x[n] for n in ATTENTION_ARGS]),
         **prefill_calls(case, x),
         **inlined_calls(case, x),
@@ -126,7 +130,7 @@ def test_mutation_is_declared_once(name: str) -> None:
         results = overload(name.removesuffix(".out"))._schema.returns
         assert written == [r.name for r in results] and not schema.returns
     else:
-        assert written == (["cache"] if name.startswith("store") else [])
+        assert written == (["cache"] if "store" in name else [])
 
 
 def describe(value: object) -> object:

@@ -228,7 +228,9 @@ def test_the_parts_of_the_layer_serve_one_with_more_keys() -> None:
     mine = ours(layer, kv_format="fp32")
     _, ids, at, starts = flat({0: (0, x)})
     turns = mine.turns(at)
-    q, kv = mine.project(x, turns)
+    q_a, kv = mine.project(x)
+    q = mine.queries(ds.rms_norm(q_a, mine.q_a_norm, mine.config.rms_eps), turns)
+    kv = mine.read_back(kv, mine.cache, ids, at)
     ring = swa.attention_prefill(q, kv, None, mine.cache, ids, at, starts, spec=mine.spec, return_lse=True)
     scores = q @ more.T * 64**-0.5
     out, _ = swa.merge_attention(*ring, scores.softmax(-1) @ more, scores.logsumexp(-1), mine.sinks)
@@ -317,16 +319,16 @@ def step_inputs(config: ds.SlidingLayerConfig, sequences: int) -> list[Tensor]:
 def test_kernels_between_the_gemms_of_a_decode_step(config, capability, norm_in_front: bool) -> None:  # noqa: ANN001
     """What Inductor makes of the layer as it is written.
 
-    Behind the merged projection: kv norm and RoPE; cast and store; q_a norm. Behind the query projection: q norm and
-    RoPE (V4; without the norm RoPE is part of attention); attention; inverse RoPE. Between the two output projections:
-    the copy that puts the groups of a token side by side.
+    Behind the merged projection one kernel: kv norm, RoPE, cast and store, and the q_a norm. Behind the query
+    projection: q norm and RoPE (V4; without the norm RoPE is part of attention); attention; inverse RoPE. Between the
+    two output projections: the copy that puts the groups of a token side by side.
     """
     config = replace(config, tokens_per_step=6)
     code = generate_code(on_meta(config), *step_inputs(config, 8), capability=capability)
-    check = FileCheck().check("extern_kernels.mm(").check("_store_").check("extern_kernels.mm(")
+    check = FileCheck().check("extern_kernels.mm(").check("_norm_store_").check("extern_kernels.mm(")
     check.check("_attention_").check("extern_kernels.bmm(").check("extern_kernels.mm(").run(code.call)
     between = re.split(r"extern_kernels\.\w+\(", code.call)
-    assert [part.count(".run(") for part in between] == [0, 3, 3 if norm_in_front else 2, 1, 0]
+    assert [part.count(".run(") for part in between] == [0, 1, 3 if norm_in_front else 2, 1, 0]
     assert code.count("_store_") == code.count("_attention_") == 1
     assert not [a for a in code.allocations if a.dtype == "torch.uint8"]  # no copy of the cache
     (kernel,) = (name for name in code.kernels if "_attention_" in name)

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import ATTENTION_ARGS, BY_NAME, CASES, STORE_ARGS, Case, attention_op, decode_inputs, store_op, vectors
-from numerics import assert_as_good_as, assert_same
+from cases import (
+    ATTENTION_ARGS,
+    BY_NAME,
+    CASES,
+    EPS,
+    FUSED_CASES,
+    NORM_STORE_ARGS,
+    STORE_ARGS,
+    TURN_ARGS,
+    Case,
+    attention_op,
+    cast_back_op,
+    decode_inputs,
+    filled_cache,
+    judge,
+    norm_inputs,
+    norm_store_op,
+    query_inputs,
+    steps,
+    store_op,
+    vectors,
+)
+from numerics import assert_same, relative_error
 from test_attention import exact
 from torch._dynamo.utils import counters
 
@@ -31,23 +54,48 @@ def test_store_bytes(case: Case, seed: int) -> None:
     assert_same(args[2].cpu(), x["cache"])
 
 
+def assert_same_but_for_ties(case: Case, value: torch.Tensor, want: torch.Tensor) -> None:
+    """The device fuses multiplications and additions and takes roots in its own way: rare ties round otherwise."""
+    assert value.shape == want.shape and value.dtype == want.dtype
+    if value.dtype == torch.uint8 and case.spec.kv_format == "fp32":
+        value, want = value.view(torch.float32), want.view(torch.float32)
+    if value.dtype == torch.uint8:
+        assert (value != want).float().mean() < 1e-3
+    elif value.dtype == torch.float32 and case.spec.kv_format == "fp32":
+        assert relative_error(value, want) < 1e-6
+    else:
+        assert relative_error(value, want) < 2e-3
+
+
 @every_case
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+def test_norm_and_rope_in_stores(case: Case, interleaved: bool) -> None:
+    x = norm_inputs(case, decode_inputs(case), width=1280)
+    for make, names in ((store_op, TURN_ARGS), (cast_back_op, TURN_ARGS), (norm_store_op, NORM_STORE_ARGS)):
+        op, where = make(case, EPS, interleaved), names.index("cache")
+        args = [x["cache"].clone() if n == "cache" else x[n] for n in names]
+        on_gpu = to_gpu(args)
+        want = op(*args)
+        torch._dynamo.reset()
+        got = torch.compile(op, fullgraph=True)(*on_gpu)
+        assert not torch.equal(args[where], x["cache"])
+        assert_same_but_for_ties(case, on_gpu[where].cpu(), args[where])
+        for value, expected in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
+            if expected is not None:
+                assert_same_but_for_ties(case, value.cpu(), expected)
+
+
+@pytest.mark.parametrize("case", CASES + FUSED_CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("seed", [11, 12])
 def test_attention(case: Case, seed: int) -> None:
     x = decode_inputs(case, seed)
     torch._dynamo.reset()
     compiled = torch.compile(attention_op(case), fullgraph=True)
-    out, lse = (t.cpu() for t in compiled(*to_gpu([x[n] for n in ATTENTION_ARGS])))
-    want, want_lse = exact(case, x)
-    plain, _ = exact(case, x, case.dtype)
-    live = x["state_ids"] >= 0
-    assert not out[~live].any() and (lse[~live] == -torch.inf).all()
-    factor = 2.0 if case.dtype == torch.float32 else 1.0
-    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype), factor)
-    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
+    out, lse = compiled(*to_gpu([x[n] for n in ATTENTION_ARGS]))
+    judge(case, x, (out.cpu(), lse.cpu()), exact)
 
 
-@pytest.mark.parametrize("name", ["v4", "gpt-oss", "mimo", "narrow-v"])
+@pytest.mark.parametrize("name", ["v4", "gpt-oss", "mimo", "narrow-v", "v4+", "gpt-oss+"])
 def test_poison(name: str) -> None:
     """Rows outside every window hold NaN codes: bit-equal outputs."""
     case = BY_NAME[name]
@@ -151,6 +199,23 @@ def test_same_bytes_and_outputs_every_time() -> None:
     for _ in range(50):
         for value, was in zip(compiled(*args), first, strict=True):
             assert_same(value, was)
+
+
+def test_many_sequences_of_v4() -> None:
+    """128 rows a program, the number of tokens unknown, against the reference on the CPU."""
+    case = replace(BY_NAME["v4+"], slots=12)
+    d, w = case.spec.tokens_per_step, case.spec.window
+    cache, sinks = filled_cache(case), torch.randn(case.heads)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention_op(case), fullgraph=True, dynamic=True)
+    for sequences in (12, 7, 40):
+        slots = torch.arange(sequences) % 13 - 1
+        ids, at = steps(case, [(37 * i) % (3 * w) for i in range(sequences)], slots.tolist())
+        q = torch.randn(d * sequences, case.heads, 512).to(case.dtype)
+        x = {"q": q, "cache": cache, "state_ids": ids, "positions": at, "valid_start": None, "sinks": sinks}
+        x |= query_inputs(case, at, 0)
+        out, lse = compiled(*to_gpu([x[n] for n in ATTENTION_ARGS]))
+        judge(case, x, (out.cpu(), lse.cpu()), exact)
 
 
 def test_graphs_of_transformers_models() -> None:

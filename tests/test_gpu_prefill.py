@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import cases
 import pytest
 import torch
 from cases import (
     BY_NAME,
     CASES,
+    FUSED_CASES,
     GATHER_ARGS,
     PREFILL_ARGS,
     STORE_ARGS,
@@ -105,12 +107,12 @@ def test_gather(case: Case) -> None:
                 assert_same(value, want)
 
 
-@every_case
+@pytest.mark.parametrize("case", CASES + FUSED_CASES, ids=lambda c: c.name)
 def test_attention_prefill(case: Case) -> None:
     run = OnGpu(prefill_op(case))
     for q_lens in batches(case):
-        x, want, plain = batch(case, q_lens)
-        judge(case, run(*(x[n] for n in PREFILL_ARGS)), want, plain, x["state_ids"] >= 0)
+        x = prefill_inputs(case, len(q_lens) + 20, q_lens)
+        cases.judge(case, x, run(*(x[n] for n in PREFILL_ARGS)), exact)
 
 
 @every_case

@@ -17,14 +17,18 @@ import test_structure
 import torch
 from cases import (
     ATTENTION_ARGS,
+    EPS,
     FP32,
     GATHER_ARGS,
+    NORM_STORE_ARGS,
     PREFILL_ARGS,
     STORE_ARGS,
     Case,
     attention_op,
     decode_inputs,
     gather_op,
+    norm_inputs,
+    norm_store_op,
     prefill_inputs,
     prefill_op,
     store_op,
@@ -32,6 +36,7 @@ from cases import (
 from test_attention import exact as attention_exact
 from test_attention_prefill import exact as prefill_exact
 from test_gather import plain as plain_gather
+from test_norm_store import stored
 from test_oracle import Ops, _one_thread, functions, run_schedule  # noqa: F401
 from test_store import plain_store
 
@@ -43,6 +48,9 @@ from swa_inductor.testing import GeneratedCode, generate_code, run_on_cpu
 
 SMALL = Case("small", swa.RingSpec(20, 3, 64, kv_format="mxfp8"), 2)
 STARTING = replace(SMALL, valid_start=True)
+NORMED = Case("normed", swa.RingSpec(20, 3, 64, kv_format="mxfp8"), 2, q_norm="weight", rope_dim=32, inverse=True)
+HALVES = replace(NORMED, halves=True)
+RESIDENT = Case("resident", swa.RingSpec(20, 3, 128, shared_kv=True), 24, q_norm="plain", rope_dim=32, inverse=True)
 WIDE_RING = swa.RingSpec(5, 3, 128, shared_kv=True, ring_rows=12)
 TEMPLATES = sorted((Path(swa.__file__).parent / "templates").glob("*.jinja"))
 number = itertools.count()
@@ -195,21 +203,31 @@ def check_store(code_of: Code) -> None:
     assert torch.equal(x["cache"]._base, want)
 
 
-def check_attention(code_of: Code, case: Case = SMALL) -> None:
+def check_norm_store(code_of: Code, interleaved: bool = True, rows: int | None = None) -> None:
+    x = norm_inputs(SMALL, decode_inputs(SMALL), rope_dim=32, rows=rows)
+    want_cache, want = stored(SMALL, x, interleaved)
+    args = [x[n] for n in NORM_STORE_ARGS]
+    (out,) = run_on_cpu(code_of(norm_store_op(SMALL, EPS, interleaved), args), args)
+    assert torch.equal(out, want)
+    assert torch.equal(x["cache"], want_cache)
+
+
+def check_attention(code_of: Code, case: Case = SMALL, size: float = 1.0) -> None:
     x = strided(case, decode_inputs(case))
+    x["q"] *= size
     args = [x[n] for n in ATTENTION_ARGS]
-    judge(run_on_cpu(code_of(attention_op(case), args), args), attention_exact(case, x))
+    judge(case, run_on_cpu(code_of(attention_op(case), args), args), attention_exact(case, x))
 
 
 def check_prefill(code_of: Code, case: Case = SMALL) -> None:
     x = strided(case, prefill_inputs(case))
     args = [x[n] for n in PREFILL_ARGS]
-    judge(run_on_cpu(code_of(prefill_op(case), args), args), prefill_exact(case, x))
+    judge(case, run_on_cpu(code_of(prefill_op(case), args), args), prefill_exact(case, x))
 
 
-def judge(got: tuple, want: tuple) -> None:
+def judge(case: Case, got: tuple, want: tuple) -> None:
     live = want[1] > -math.inf
-    assert torch.allclose(got[1][live].double(), want[1][live], atol=1e-4)
+    assert torch.allclose(got[1][live].double(), want[1][live], atol=1e-2 if case.q_norm else 1e-4)
     assert torch.allclose(got[0][live].double(), want[0][live], atol=2e-2)
 
 
@@ -223,6 +241,12 @@ def check_gather(code_of: Code) -> None:
 CONTIGUOUS = ('{{stride("CACHE", 0)}}', '({{size("CACHE", 1)}} * {{size("CACHE", 2)}} * {{size("CACHE", 3)}})')
 WIDER, NARROWER = ("(WINDOW - 1)", "WINDOW"), ("(WINDOW - 1)", "(WINDOW - 2)")
 NO_START = ('("VALID_START", 0)}}, mask=inside, other=0)', '("VALID_START", 0)}}, mask=inside & (token < 0), other=0)')
+FUSED, FUSED_PREFILL, WHOLE = (
+    ("attention", partial(check_attention, case=NORMED)),
+    ("attention_prefill", partial(check_prefill, case=NORMED)),
+    ("attention", partial(check_attention, case=RESIDENT)),
+)
+BACK = '"-" if inverse'
 MUTANTS = {
     "W + 1": ("attention", check_attention, *WIDER),
     "W - 1": ("attention", check_attention, *NARROWER),
@@ -231,10 +255,51 @@ MUTANTS = {
     "no valid_start": ("attention", partial(check_attention, case=STARTING), *NO_START),
     "no valid_start, prefill": ("attention_prefill", partial(check_prefill, case=STARTING), *NO_START),
     "scales rounded down": ("store", check_store, "((amax & 0x7FFFFF) > 0x600000).to(tl.int32)", "0"),
+    "RoPE turns back": ("norm_store", check_norm_store, "a * cos - b * sin", "a * cos + b * sin"),
+    "halves turn back": (
+        "norm_store",
+        partial(check_norm_store, interleaved=False),
+        "(upper, sin, -sin)",
+        "(upper, -sin, sin)",
+    ),
+    "halves for pairs": (
+        "norm_store",
+        check_norm_store,
+        "{%- if ROPE_INTERLEAVED %}",
+        "{%- if not ROPE_INTERLEAVED %}",
+    ),
+    "RoPE of the first dims": ("norm_store", check_norm_store, "- {{(K_DIM - ROPE_DIM) // 2}}", "- 0"),
+    "norm without eps": ("norm_store", check_norm_store, " + NORM_EPS)", ")"),
+    "norm of x without eps": ("norm_store", check_norm_store, " + X_EPS)", ")"),
+    "norm not rounded": ("norm_store", check_norm_store, "{{x}} = {{x}}.to(K.dtype.element_ty).to(tl.float32)", ""),
+    "position beyond the table": (
+        "norm_store",
+        partial(check_norm_store, rows=20),
+        'writes = writes & (position < {{size("ROPE", 0)}})',
+        "",
+    ),
     "contiguous, store": ("store", check_store, *CONTIGUOUS),
     "contiguous, attention": ("attention", check_attention, *CONTIGUOUS),
     "contiguous, prefill": ("attention_prefill", check_prefill, *CONTIGUOUS),
     "contiguous, gather": ("gather", check_gather, *CONTIGUOUS),
+    "output turned on": (*FUSED, BACK, '"-" if False'),
+    "q turned back": (*FUSED, BACK, '"-" if True'),
+    "output turned on, prefill": (*FUSED_PREFILL, BACK, '"-" if False'),
+    "output turned on, whole window": (*WHOLE, BACK, '"-" if False'),
+    "halves turned back": ("attention", partial(check_attention, case=HALVES), "-sin, sin)", "sin, -sin)"),
+    "halves paired with themselves": (
+        "attention",
+        partial(check_attention, case=HALVES),
+        "{{half}}, -{{half}}), 0)",
+        "0, 0), 0)",
+    ),
+    "pairs of the first dims": (*FUSED, "{{(dim - ROPE_DIM - first) // 2}}", "0"),
+    "angles of the token's index": (*FUSED, "angle = ROPE + at", "angle = ROPE + token[:, None]"),
+    "eps ignored": ("attention", partial(check_attention, case=NORMED, size=1e-3), " + {{Q_NORM_EPS}}", ""),
+    "weight ignored": (*FUSED, "{{name}} *= tl.load(Q_NORM_WEIGHT", "weight = tl.load(Q_NORM_WEIGHT"),
+    "norm twice": (*FUSED, "q = q * {{rstd()}}[:, None]", "q = q * {{rstd()}}[:, None] * {{rstd()}}[:, None]"),
+    "norm twice, whole window": (*WHOLE, "rstd = {{rstd()}}", "rstd = {{rstd()}} * {{rstd()}}"),
+    "norm of the last slice": (*WHOLE, "{{squares}} += ", "{{squares}} = "),
 }
 
 

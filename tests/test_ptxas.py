@@ -6,21 +6,29 @@ attention_prefill, where it holds two loops over keys, up to 64.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import (
     ATTENTION_ARGS,
     BF16,
+    BY_NAME,
+    EPS,
     FP32,
     GATHER_ARGS,
+    NORM_STORE_ARGS,
     PREFILL_ARGS,
     STORE_ARGS,
+    TURN_ARGS,
     Case,
     attention_op,
     cast_back_op,
     decode_inputs,
     gather_op,
     index_op,
+    norm_inputs,
+    norm_store_op,
     prefill_inputs,
     prefill_op,
     prepare_op,
@@ -84,6 +92,30 @@ def test_usage(case: Case, capability: tuple[int, int], record_property) -> None
         assert u.spills <= MAY_SPILL.get(kernel, 0) and u.shared_bytes <= card_of(capability).shared_bytes
 
 
+FUSED = [
+    *(BY_NAME[n] for n in ("v4+", "gemma3+", "gpt-oss+", "mimo+", "fp32+")),
+    replace(BY_NAME["v4+"], name="v4+, 128 heads", heads=128),
+    Case("halves of 256+", swa.RingSpec(64, 6, 256, shared_kv=True), 8, rope_dim=256, halves=True, inverse=True),
+]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("case", FUSED, ids=lambda c: c.name)
+def test_usage_with_norm_and_rope(case: Case, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
+    """Also where the number of tokens is not known: 128 rows a program for 64 heads."""
+    x, y = decode_inputs(case), prefill_inputs(case, q_lens=(20, 3))
+    dynamic = [ATTENTION_ARGS.index(n) for n in ("q", "state_ids", "positions", "valid_start") if x[n] is not None]
+    for kernel, op, args, options in (
+        ("attention", attention_op(case), [x[n] for n in ATTENTION_ARGS], {}),
+        ("attention", attention_op(case), [x[n] for n in ATTENTION_ARGS], {"dynamic_inputs": dynamic}),
+        ("attention_prefill", prefill_op(case), [y[n] for n in PREFILL_ARGS], {}),
+    ):
+        usages = resource_usage(op, *args, capability=capability, **options)
+        (u,) = [u for u in usages if u.name.startswith("triton_tem")]
+        note(kernel, case.name, u, capability, record_property)
+        assert u.spills <= MAY_SPILL[kernel] and u.shared_bytes <= card_of(capability).shared_bytes
+
+
 def note(kernel: str, case: str, u, capability: tuple[int, int], record_property) -> None:  # noqa: ANN001
     """A line of the table that is printed behind the tests."""
     line = (
@@ -91,6 +123,26 @@ def note(kernel: str, case: str, u, capability: tuple[int, int], record_property
         f"{u.num_stages} stages {u.registers:>4} registers {u.spills:>3} spills {u.shared_bytes:>7} B"
     )
     record_property("kernel", line)
+
+
+@every_capability
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize(
+    ("case", "width"),
+    [(SHAPES[0], 1280), (SHAPES[2], 7168), (SHAPES[4], 1536), (SHAPES[7], 40)],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_usage_of_norm_and_rope(case, width, interleaved, capability, record_property) -> None:  # noqa: ANN001
+    """The stores with norm and RoPE spill nothing either."""
+    x = norm_inputs(case, decode_inputs(case), width)
+    for kernel, op, names in (
+        ("store, norm, RoPE", store_op, TURN_ARGS),
+        ("store_cast_back", cast_back_op, TURN_ARGS),
+        ("norm_store", norm_store_op, NORM_STORE_ARGS),
+    ):
+        (u,) = resource_usage(op(case, EPS, interleaved), *(x[n] for n in names), capability=capability)
+        note(kernel, f"{case.name}, x {width}", u, capability, record_property)
+        assert u.spills == 0 and u.shared_bytes <= card_of(capability).shared_bytes
 
 
 @every_capability

@@ -44,3 +44,9 @@ def test_the_deepseek_lines_run() -> None:
     scope: dict = {"__name__": "readme"}
     exec(compile(lines, "README.md", "exec"), scope)
     assert scope["out"].isfinite().all() and scope["layer"].cache.any()
+
+
+def test_the_explanation_is_the_printed_one(capsys: pytest.CaptureFixture) -> None:
+    ((lines, printed),) = re.findall(r"```python\n([^`]*swa\.explain\([^`]*)```\n\n```\n(.*?)```", README, re.S)
+    exec(compile(lines, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out == printed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, STORE_ARGS, Case, decode_inputs, store_op, vectors
+from cases import BY_NAME, CASES, EPS, STORE_ARGS, TURN_ARGS, Case, decode_inputs, norm_inputs, store_op, vectors
 from numerics import assert_same
 from torch.testing import FileCheck
 
 import swa_inductor as swa
 from swa_inductor import records
+from swa_inductor.reference_rope import norm_rope
 from swa_inductor.testing import generate_code, run_on_cpu
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -237,3 +238,49 @@ def test_a_producer_that_reads_the_cache_runs_before_the_store(name: str) -> Non
     code = generate_code(fn, x["cache"], ids, at)
     run_on_cpu(code, (x["cache"], ids, at))
     assert_same(x["cache"], want)
+
+
+# name, eps, whether there is a weight, rope_dim (0: no RoPE), adjacent pairs
+TURNS = [
+    ("v4", EPS, True, 64, True),
+    ("gemma3", EPS, True, 256, False),
+    ("gpt-oss", None, False, 64, False),
+    ("mimo", EPS, False, 0, True),
+    ("mha-fp16", None, False, 2, True),
+]
+
+
+@pytest.mark.parametrize(("name", "eps", "weight", "rope_dim", "interleaved"), TURNS)
+def test_norm_and_rope(name: str, eps: float | None, weight: bool, rope_dim: int, interleaved: bool) -> None:
+    """Either, both, with and without weight: K alone is normalised and rotated, in every implementation alike."""
+    case = BY_NAME[name]
+    x = norm_inputs(case, decode_inputs(case), rope_dim=rope_dim or 2)
+    x["norm_weight"], x["rope"] = x["norm_weight"] if weight else None, x["rope"] if rope_dim else None
+    want = x["cache"].clone()
+    k = norm_rope(x["k"], x["positions"], x["norm_weight"], eps, x["rope"], interleaved)
+    assert not torch.equal(k, x["k"])
+    plain_store(case, k, x["v"], want, x["state_ids"].tolist(), x["positions"].tolist())
+    op = store_op(case, eps, interleaved)
+    for how in ("eager", "cpp", "sm_90"):
+        if how == "cpp" and name not in ("gemma3", "mimo"):
+            continue
+        torch._dynamo.reset()
+        cache = x["cache"].clone()
+        args = [cache if n == "cache" else x[n] for n in TURN_ARGS]
+        if how == "sm_90":
+            code = generate_code(op, *args)
+            run_on_cpu(code, args)
+            assert code.launches == code.launches[:1] and not code.allocations
+        else:
+            (torch.compile(op, fullgraph=True) if how == "cpp" else op)(*args)
+        assert_same(cache, want)
+
+
+def test_without_norm_and_rope_the_kernel_knows_of_neither() -> None:
+    case = BY_NAME["gpt-oss"]
+    x = norm_inputs(case, decode_inputs(case))
+    for op, some in ((store_op(case), False), (store_op(case, EPS), True)):
+        code = generate_code(op, *(x[n] if some or n in STORE_ARGS else None for n in TURN_ARGS))
+        (kernel,) = code.kernels
+        body = code.kernel_source(kernel)
+        assert all((word in body) == some for word in ("rsqrt", "arg_ROPE", "tl.split", "arg_NORM_WEIGHT"))

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, STORE_ARGS, Case, cast_back_op, decode_inputs, store_op, template_launches
+from cases import (
+    BY_NAME,
+    CASES,
+    EPS,
+    STORE_ARGS,
+    TURN_ARGS,
+    Case,
+    cast_back_op,
+    decode_inputs,
+    norm_inputs,
+    store_op,
+    template_launches,
+)
 from numerics import assert_same
 
 from swa_inductor import records
+from swa_inductor.reference_rope import norm_rope
 from swa_inductor.testing import generate_code, run_on_cpu
 
 
@@ -55,3 +68,29 @@ def test_one_kernel_with_its_producer_and_consumer() -> None:
     want = fn(x["k"], None, want_cache, *args[3:])
     assert_same(run_on_cpu(code, args)[0], want)
     assert_same(x["cache"], want_cache)
+
+
+@pytest.mark.parametrize(("name", "interleaved"), [("v4", True), ("gpt-oss", False)])
+def test_norm_and_rope(name: str, interleaved: bool) -> None:
+    """k comes back as the ring holds it; so do rows that write nothing, at the nearest position of the table."""
+    case = BY_NAME[name]
+    x = norm_inputs(case, decode_inputs(case))
+    k = norm_rope(x["k"], x["positions"], x["norm_weight"], EPS, x["rope"], interleaved)
+    want = x["cache"].clone()
+    store_op(case)(k, x["v"], want, x["state_ids"], x["positions"])
+    k = records.round_trip(k, case.spec.kv_format, 1e-4)
+    assert (x["positions"] < 0).any()
+    op = cast_back_op(case, EPS, interleaved)
+    for how in ("eager", "cpp", "sm_90"):
+        torch._dynamo.reset()
+        cache = x["cache"].clone()
+        args = [cache if n == "cache" else x[n] for n in TURN_ARGS]
+        if how == "sm_90":
+            back, *_ = run_on_cpu(generate_code(op, *args), args)
+        else:
+            back, v = (torch.compile(op, fullgraph=True) if how == "cpp" else op)(*args)
+            assert (
+                v is None if x["v"] is None else torch.equal(v, records.round_trip(x["v"], case.spec.kv_format, 1e-4))
+            )
+        assert_same(back, k)
+        assert_same(cache, want)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
-from swa_inductor import api, records
+from swa_inductor import api, api_store, records
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._geometry import LayerPlan, plan_layers
 from swa_inductor.integrations._mask import IMPLEMENTATION, raise_other_implementation, ring_positions
@@ -174,7 +174,7 @@ def ring_attention(
     scale = spec.head_dim**-0.5 if scaling is None else scaling
     options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": s_aux}
     if new.decode is not None:
-        api.store(token_rows(k), token_rows(v), layer.ring, new.state_ids, new.positions, spec=spec)
+        api_store.store(token_rows(k), token_rows(v), layer.ring, new.state_ids, new.positions, spec=spec)
         rows = api.attention(
             token_rows(query),
             layer.ring,
@@ -188,7 +188,7 @@ def ring_attention(
         out = rows.unflatten(0, (batch, q_len))
     else:
         out = attend_new(query, k, v, layer.ring, state, new, positions, **options)
-        api.store(token_rows(k), token_rows(v), layer.ring, new.state_ids, new.positions, spec=spec)
+        api_store.store(token_rows(k), token_rows(v), layer.ring, new.state_ids, new.positions, spec=spec)
     if layer.last:
         state.advance(positions)
     return out, None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swa_inductor import api, records
+from swa_inductor import api, api_store, records
 from swa_inductor.banded import packed_attention, prefill_attention
 from swa_inductor.integrations._state import NewTokens, RingState, SlotState, may_sync
 from swa_inductor.spec import RingSpec
@@ -37,7 +37,7 @@ def attend_new(
         kv: tuple[Tensor, Tensor | None] = (token_rows(k), token_rows(v))
         if records.RAW_DTYPES.get(spec.kv_format) != k.dtype:
             # As they will be read back. Writes nothing: no token has a slot.
-            kv = api.store_cast_back(*kv, ring, torch.full_like(new.state_ids, -1), new.positions, spec=spec)
+            kv = api_store.store_cast_back(*kv, ring, torch.full_like(new.state_ids, -1), new.positions, spec=spec)
         where = (ring, new.state_ids, new.positions, new.starts)
         rows = api.attention_prefill(token_rows(q), *kv, *where, valid_start=new.valid_start, **options)
         assert isinstance(rows, Tensor)  # no lse was asked for

@@ -10,7 +10,8 @@ import torch
 
 from swa_inductor.lowerings import _inductor, _records
 from swa_inductor.lowerings._template import STORED_TYPES, next_power_of_2, vector_block
-from swa_inductor.spec import vector_bytes
+from swa_inductor.reference_query import PLAIN, Query
+from swa_inductor.spec import MXFP8_BLOCK, vector_bytes
 
 DOT_TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
 
@@ -38,17 +39,23 @@ def prefill_config(widest: int, dtype: torch.dtype) -> dict[str, int]:
     On sm_90 nothing spills but at 512 values (8 words); elsewhere up to 56 words do (ptxas, 2026-11-30).
     """
     options = config(64, widest, dtype)
-    if dtype != torch.float32:
-        options["BLOCK_N"] = 16 if widest > 128 else 32
+    options["BLOCK_N"] = 16 if widest > (64 if dtype == torch.float32 else 128) else 32
     return options
 
 
 def resident(
-    block_m: int, tokens: int, dim: int, window: int, dtype: torch.dtype, card: Any, widest: int = 256
+    block_m: int,
+    tokens: int,
+    dim: int,
+    window: int,
+    dtype: torch.dtype,
+    card: Any,
+    query: Query,
+    widest: int = 256,
 ) -> dict[str, Any] | None:
     """Options of a program of `block_m` rows, 64 or 128, of `tokens` tokens, that keeps their whole window with K = V.
 
-    `widest`: columns of a slice at most.
+    `widest`: columns of a slice at most. Dims that RoPE turns are a slice of their own.
 
     None where it does not fit or has not been seen to pay. A decode step of V4, 6 x 64 rows, takes 12.4, 16.5, 44.7 and
     130 us for 1, 8, 64 and 256 sequences, 64 rows a program for the first two, where tiles of 16 keys took 20.9, 48.8,
@@ -60,9 +67,37 @@ def resident(
     whole, rest = divmod(window + tokens - 1, block_n)
     tiles = (block_n,) * whole + ((max(16, next_power_of_2(rest)),) if rest else ())
     columns = min(dim, 32 * warps, widest)
+    turned = rope_dim(query)
+    if turned and (turned != next_power_of_2(turned) or not MXFP8_BLOCK <= turned <= columns):
+        return None
+    if query.q_norm_eps is not None and dtype == torch.float16:
+        return None  # q is normed behind the product: before, q times its weight may be beyond fp16
     if 2 * (sum(tiles) * dim + block_m * columns) > card.shared_memory_per_block_optin:
         return None
-    return {"BLOCK_M": block_m, "TILES": tiles, "SLICE": columns, "num_warps": warps, "num_stages": 1}
+    return {
+        "BLOCK_M": block_m,
+        "TILES": tiles,
+        "SLICES": slices(dim, columns, turned),
+        "num_warps": warps,
+        "num_stages": 1,
+    }
+
+
+def slices(dim: int, widest: int, turned: int) -> tuple[tuple[int, int, int], ...]:
+    """Runs of columns (first, slices, width): powers of two up to `widest`, and the last `turned` by themselves."""
+    runs, first, width = [], 0, widest
+    while first < dim - turned:
+        count = (dim - turned - first) // width
+        if count:
+            runs.append((first, count, width))
+            first += count * width
+        width //= 2
+    return (*runs, (first, 1, turned)) if turned else tuple(runs)
+
+
+def rope_dim(query: Query) -> int:
+    """Dims that RoPE turns."""
+    return 0 if query.rope is None else _inductor.int_of(query.rope.get_size()[1])
 
 
 def token_tiles(groups: int, block_m: int) -> dict[str, int]:
@@ -84,6 +119,7 @@ def launch(
     softcap: float | None,
     return_lse: bool,
     options: dict[str, int],
+    query: Query = PLAIN,
     scratch: Sequence[Any] = (),
     **constants: Any,
 ) -> tuple[Any, Any]:
@@ -99,14 +135,14 @@ def launch(
     device, dtype = q.get_device(), q.get_dtype()
     # An op has two outputs, a template one: the lse is a buffer that the kernel writes as a mutated input.
     lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
-    read = [*inputs, *([] if sinks is None else [sinks])]
+    read = [*inputs, *(x for x in (sinks, query.q_norm_weight, query.rope) if x is not None)]
     nodes = [*read, *([lse] if return_lse else []), *scratch]
     out = _inductor.render_template(
         template,
         nodes,
         _inductor.fixed_layout(device, dtype, [tokens, heads, v_dim]),
         mutated=range(len(read), len(nodes)),
-        producers=[0],
+        producers=[0],  # of a q that is loaded by load_input
         call_sizes=[tokens, kv_heads],
         **options,
         **constants,
@@ -117,6 +153,11 @@ def launch(
         SHARED_KV=v_head_dim is None,
         HAS_SINKS=sinks is not None,
         HAS_LSE=return_lse,
+        HAS_Q_NORM_WEIGHT=query.q_norm_weight is not None,
+        Q_NORM_EPS=float(query.q_norm_eps or 0.0),
+        ROPE_DIM=rope_dim(query),
+        ROPE_INTERLEAVED=query.rope_interleaved,
+        INVERSE_ROPE=query.inverse_rope,
         MXFP8=kv_format == "mxfp8",
         STORED_TYPE=STORED_TYPES[kv_format] if kv_format else "None",
         DOT_TYPE=DOT_TYPES[dtype],

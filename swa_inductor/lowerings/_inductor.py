@@ -44,6 +44,7 @@ __all__ = [
     "inline",
     "int_of",
     "known_int",
+    "likely_int",
     "lower",
     "render_template",
     "runtime_helpers",
@@ -116,22 +117,26 @@ def render_template(
     out = autotune_select_algorithm(template.name, choices, nodes, layout)
     if isinstance(out, tuple):  # from 2.13 the selected choice comes along
         out = out[0]
-    _allow_producers(out, [nodes[i] for i in producers], [nodes[i] for i in mutated])
+    _allow_producers(out, nodes, producers, [nodes[i] for i in mutated])
     return out
 
 
-def _allow_producers(out: Any, producers: Sequence[Any], mutated: Sequence[Any]) -> None:
+def _allow_producers(out: Any, nodes: Sequence[Any], producers: Sequence[int], mutated: Sequence[Any]) -> None:
     """Let pointwise producers fuse in front of a template.
 
     Inductor's heuristics refuse producers that upcast or read more bytes than they write (a slice of a merged
     projection counts whole). Both are worth it here: each element is read by one program only. From 2.13 on, templates
     with mutated inputs are refused too, unless they say that nothing aliases; before, nobody asks. So that is settled
-    here: a producer that reads what the kernel writes would see rows that other programs have written already.
+    here: a producer that reads what the kernel writes would see rows that other programs have written already. An input
+    that is also read from memory, under another name, must be there.
     """
     buffer = out.data.data
     buffer.has_aliasing_or_mutation_for_prologue_fusion = lambda node: False
     written = {node.get_name() for node in mutated}
-    for node in producers:
+    for i, node in enumerate(nodes):
+        if i not in producers:
+            buffer.allowed_prologue_inps.discard(node.get_name())
+    for node in (nodes[i] for i in producers):
         data = node.data if isinstance(node, ir.StorageBox) else node
         if not isinstance(data, ir.ComputedBuffer):
             continue
@@ -159,6 +164,11 @@ def int_of(size: Any) -> int:
 def known_int(size: Any) -> int | None:
     """A size if it is known at compile time, without guarding on it."""
     return int(size) if getattr(size, "is_number", isinstance(size, int)) else None
+
+
+def likely_int(size: Any, otherwise: int) -> int:
+    """A size as it was in the call that is compiled, without guarding on it; `otherwise` where it depends on data."""
+    return V.graph.sizevars.optimization_hint(size, fallback=otherwise)
 
 
 def counters(device: torch.device, count: int) -> Any:

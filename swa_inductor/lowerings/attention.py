@@ -8,6 +8,7 @@ import torch
 
 from swa_inductor.lowerings import _attend, _attention_sm90, _inductor
 from swa_inductor.lowerings._template import source, vector_block
+from swa_inductor.reference_query import Query
 
 
 def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
@@ -33,6 +34,8 @@ def lower_cuda(
     positions: Any,
     valid_start: Any = None,
     sinks: Any = None,
+    q_norm_weight: Any = None,
+    rope: Any = None,
     *,
     window: int,
     scale: float,
@@ -41,9 +44,11 @@ def lower_cuda(
     tokens_per_step: int = 1,
     softcap: float | None = None,
     return_lse: bool = False,
+    **query: Any,
 ) -> tuple[Any, Any]:
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
+    around = Query(q_norm_weight, rope, **query)
     rows = tokens_per_step * groups
     card = torch.cuda.get_device_properties(q.get_device())
     inputs = [x for x in (q, cache, state_ids, positions, valid_start) if x is not None]
@@ -69,7 +74,7 @@ def lower_cuda(
         # Tokens that have rows in a program: no more than needed where rows and heads divide each other.
         aligned = block_m % groups == 0 or groups % block_m == 0
         spread = -(-block_m // groups) if aligned else (block_m - 2) // groups + 2
-        options = _attend.resident(block_m, min(spread, tokens_per_step), dim, window, q.get_dtype(), card)
+        options = _attend.resident(block_m, min(spread, tokens_per_step), dim, window, q.get_dtype(), card, around)
     if options is None:
         options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype()) | {"TILES": ()}
         programs = None if steps is None else steps * -(-rows // options["BLOCK_M"])
@@ -93,6 +98,7 @@ def lower_cuda(
         scale=scale,
         softcap=softcap,
         return_lse=return_lse,
+        query=around,
         options=options,
         D=tokens_per_step,
         G=groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from swa_inductor import records, reference
 from swa_inductor.lowerings import _inductor
 from swa_inductor.lowerings._template import STORED_TYPES, next_power_of_2, source, vector_block
+from swa_inductor.reference_rope import rms_norm, rotate, within
 from swa_inductor.spec import vector_bytes
 
 
@@ -25,10 +27,36 @@ def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tupl
 TEMPLATE = _inductor.triton_template("store", grid, source("store"))
 
 
-def constants(k: Any, v: Any, kv_format: str, min_amax: float) -> dict[str, Any]:
-    """Constants of the template for K and V of these shapes."""
+def launch(
+    template: Any,
+    layout: Any,
+    k: Any,
+    v: Any,
+    cache: Any,
+    state_ids: Any,
+    positions: Any,
+    norm_weight: Any = None,
+    rope: Any = None,
+    *,
+    kv_format: str,
+    min_amax: float,
+    norm_eps: float | None = None,
+    rope_interleaved: bool = True,
+    x: Any = None,
+    x_weight: Any = None,
+    v_back: Any = None,
+    more: Mapping[str, Any] | None = None,
+) -> Any:
+    """Launch a template of the family; `x` and `x_weight` come before k, `v_back`, which is written, comes last;
+    `more`: constants beside those of store."""
+    named = {"x": x, "x_weight": x_weight, "k": k, "v": v, "cache": cache, "state_ids": state_ids}
+    named |= {"positions": positions, "norm_weight": norm_weight, "rope": rope, "v_back": v_back}
+    present = [name for name, node in named.items() if node is not None]
+    # K that is normalised or rotated is read more than once, so it comes from memory.
+    fusable = {"x", "v"} if norm_eps is not None or rope is not None else {"x", "k", "v"}
+    tokens, kv_heads, _ = k.get_size()
     dim, v_dim = _inductor.int_of(k.get_size()[2]), 0 if v is None else _inductor.int_of(v.get_size()[2])
-    return {
+    constants = {
         **config(max(dim, v_dim)),
         "SHARED_KV": v is None,
         "MXFP8": kv_format == "mxfp8",
@@ -39,30 +67,66 @@ def constants(k: Any, v: Any, kv_format: str, min_amax: float) -> dict[str, Any]
         "V_BLOCK": vector_block(v_dim),
         "V_OFFSET": vector_bytes(kv_format, dim),
         "MIN_AMAX_BITS": records.float_bits(min_amax),
+        "NORM_EPS": norm_eps or 0.0,
+        "NORM_WEIGHT_GIVEN": norm_weight is not None,
+        "ROPE_DIM": 0 if rope is None else _inductor.int_of(rope.get_size()[1]),
+        "ROPE_INTERLEAVED": rope_interleaved,
     }
-
-
-def lower_cuda(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
-    tokens, kv_heads, _ = k.get_size()
-    vectors = [k] if v is None else [k, v]
-    # The kernel writes the cache as a mutated input; a template must have an output, here `done` [T * H_kv].
-    _inductor.render_template(
-        TEMPLATE,
-        [*vectors, cache, state_ids, positions],
-        _inductor.fixed_layout(k.get_device(), torch.int8, [tokens * kv_heads]),
-        mutated=[len(vectors)],
-        producers=range(len(vectors)),
+    return _inductor.render_template(
+        template,
+        [named[name] for name in present],
+        layout,
+        mutated=[present.index(name) for name in ("cache", "v_back") if name in present],
+        producers=[i for i, name in enumerate(present) if name in fusable],
         call_sizes=[tokens, kv_heads],
-        **constants(k, v, kv_format, min_amax),
+        **{**constants, **(more or {})},
     )
 
 
-def lower_cpu(k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float) -> None:
-    if _inductor.known_int(k.get_size()[0]) == 0:
-        return
-    plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)
-    slot, row, records = _inductor.inline(plan, k, v, cache, state_ids, positions)
-    _inductor.index_put(cache, [slot, row], records)
+def lower_cuda(k: Any, v: Any, *args: Any, **options: Any) -> None:
+    tokens, kv_heads, _ = k.get_size()
+    # The kernel writes the cache as a mutated input; a template must have an output, here `done` [T * H_kv].
+    done = _inductor.fixed_layout(k.get_device(), torch.int8, [tokens * kv_heads])
+    launch(TEMPLATE, done, k, v, *args, **options)
+
+
+def rounded(fn: Callable[..., Any], x: Any, *nodes: Any) -> Any:
+    """fn(x, *nodes) in the dtype of x, in memory: what a loop goes on with would not be rounded."""
+    out = _inductor.inline(lambda x, *rest: fn(x, *rest).to(x.dtype), x, *nodes)
+    out.realize()
+    return out
+
+
+def write_cpu(
+    k: Any,
+    v: Any,
+    cache: Any,
+    state_ids: Any,
+    positions: Any,
+    norm_weight: Any = None,
+    rope: Any = None,
+    *,
+    kv_format: str,
+    min_amax: float,
+    norm_eps: float | None = None,
+    rope_interleaved: bool = True,
+) -> Any:
+    """The write in C++; returns K as it is cast, after norm and RoPE."""
+
+    if norm_eps is not None:
+        k = rounded(lambda k, weight: rms_norm(k, weight, norm_eps), k, norm_weight)
+    if rope is not None:
+        k = rounded(lambda k, at, table: rotate(k, at, table, rope_interleaved), k, positions, rope)
+        state_ids = _inductor.inline(within, rope, state_ids, positions)
+    if _inductor.known_int(k.get_size()[0]) != 0:
+        plan = partial(reference.store_plan, kv_format=kv_format, min_amax=min_amax)
+        slot, row, stored = _inductor.inline(plan, k, v, cache, state_ids, positions)
+        _inductor.index_put(cache, [slot, row], stored)
+    return k
+
+
+def lower_cpu(*args: Any, **options: Any) -> None:
+    write_cpu(*args, **options)
 
 
 _inductor.lower(torch.ops.swa_inductor.store.default, cuda=lower_cuda, cpu=lower_cpu)

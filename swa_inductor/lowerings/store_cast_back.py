@@ -14,30 +14,21 @@ from swa_inductor.lowerings._template import source
 TEMPLATE = _inductor.triton_template("store_cast_back", store.grid, source("store_cast_back"))
 
 
-def lower_cuda(
-    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
-) -> tuple[Any, Any]:
-    tokens, kv_heads, _ = k.get_size()
+def lower_cuda(k: Any, v: Any, cache: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
     v_back = _inductor.empty_buffer([0] if v is None else v.get_size(), k.get_dtype(), k.get_device())
-    vectors, backs = ([k], []) if v is None else ([k, v], [v_back])
-    inputs = [*vectors, cache, state_ids, positions, *backs]
-    k_back = _inductor.render_template(
+    k_back = store.launch(
         TEMPLATE,
-        inputs,
         _inductor.fixed_layout(k.get_device(), k.get_dtype(), k.get_size()),
-        mutated=[len(vectors), *range(len(vectors) + 3, len(inputs))],
-        producers=range(len(vectors)),
-        call_sizes=[tokens, kv_heads],
-        **store.constants(k, v, kv_format, min_amax),
-        **_records.constants(cache),
+        *(k, v, cache, *args),
+        more=_records.constants(cache),
+        v_back=None if v is None else v_back,
+        **options,
     )
     return k_back, v_back
 
 
-def lower_cpu(
-    k: Any, v: Any, cache: Any, state_ids: Any, positions: Any, *, kv_format: str, min_amax: float
-) -> tuple[Any, Any]:
-    store.lower_cpu(k, v, cache, state_ids, positions, kv_format=kv_format, min_amax=min_amax)
+def lower_cpu(k: Any, v: Any, *args: Any, kv_format: str, min_amax: float, **options: Any) -> tuple[Any, Any]:
+    k = store.write_cpu(k, v, *args, kv_format=kv_format, min_amax=min_amax, **options)
     back = partial(records.round_trip, kv_format=kv_format, min_amax=min_amax)
     none = _inductor.empty_buffer([0], k.get_dtype(), k.get_device())
     return _inductor.inline(back, k), none if v is None else _inductor.inline(back, v)

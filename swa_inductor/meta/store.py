@@ -1,37 +1,22 @@
-"""swa_inductor::store: cast the new K and V vectors to records and write them into the rings, in place."""
+"""swa_inductor::store: norm, rotate and cast the new K and V vectors and write them into the rings, in place."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-from swa_inductor import checks, reference
+from swa_inductor.meta import _store
 from swa_inductor.meta._library import define
 
-SCHEMA = (
-    "store(Tensor k, Tensor? v, Tensor(a!) cache, Tensor state_ids, Tensor positions, *, "
-    "str kv_format, float min_amax) -> ()"
-)
+SCHEMA = f"store({_store.ARGUMENTS}{_store.OPTIONS}) -> ()"
 
 
-def fake(
-    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, kv_format: str, min_amax: float
-) -> None:
-    checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
+def fake(*args: Any, **options: Any) -> None:
+    _store.check(*args, **options)
 
 
-def eager(
-    k: Tensor,
-    v: Tensor | None,
-    cache: Tensor,
-    state_ids: Tensor,
-    positions: Tensor,
-    *,
-    kv_format: str,
-    min_amax: float,
-) -> None:
-    checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
-    checks.check_values(cache, state_ids, positions)
-    reference.store(k, v, cache, state_ids, positions, kv_format, min_amax)
+def eager(*args: Any, **options: Any) -> None:
+    _store.check(*args, **options)
+    _store.write(*args, **options)
 
 
 define(SCHEMA, fake=fake, eager=eager)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from swa_inductor import checks, records, reference
+from swa_inductor import records
+from swa_inductor.meta import _store
 from swa_inductor.meta._library import define
 
-SCHEMA = (
-    "store_cast_back(Tensor k, Tensor? v, Tensor(a!) cache, Tensor state_ids, Tensor positions, *, "
-    "str kv_format, float min_amax) -> (Tensor, Tensor)"
-)
+SCHEMA = f"store_cast_back({_store.ARGUMENTS}{_store.OPTIONS}) -> (Tensor, Tensor)"
 
 
-def fake(
-    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, kv_format: str, min_amax: float
-) -> tuple[Tensor, Tensor]:
-    checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
+def fake(k: Tensor, v: Tensor | None, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    _store.check(k, v, *args, **options)
     return k.new_empty(k.shape), k.new_empty((0,) if v is None else v.shape)
 
 
 def eager(
-    k: Tensor, v: Tensor | None, cache: Tensor, state_ids: Tensor, positions: Tensor, *, kv_format: str, min_amax: float
+    k: Tensor, v: Tensor | None, *args: Any, kv_format: str, min_amax: float, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
-    checks.check_values(cache, state_ids, positions)
-    reference.store(k, v, cache, state_ids, positions, kv_format, min_amax)
+    options |= {"kv_format": kv_format, "min_amax": min_amax}
+    _store.check(k, v, *args, **options)
+    k = _store.write(k, v, *args, **options)
     back = [k.new_empty(0) if x is None else records.round_trip(x, kv_format, min_amax) for x in (k, v)]
     return back[0].contiguous(), back[1].contiguous()
 

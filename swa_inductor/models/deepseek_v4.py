@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from swa_inductor import api, records
+from swa_inductor import api, api_store
 from swa_inductor.errors import require
 from swa_inductor.spec import RingSpec
 
@@ -194,7 +194,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SlidingAttention(nn.Module):
-    """Attention layer without compressed keys; `turns`, `project` and `output` serve layers with them as well.
+    """Attention layer without compressed keys; its parts serve layers with them as well.
 
     A decode step stores its tokens and attends; a prefill attends to ring history and its own tokens and stores them
     afterwards. Padded rows (state id -1) have the output 0.
@@ -290,16 +290,18 @@ class SlidingAttention(nn.Module):
         cos = F.pad(cos.repeat_interleave(2, -1), (rest, 0), value=1.0)
         return cos, F.pad(torch.stack((-sin, sin), -1).flatten(-2), (rest, 0))
 
-    def project(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """x [T, hidden_size] -> q [T, num_heads, head_dim] and kv [T, 1, head_dim], normalised and rotated."""
-        config = self.config
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden_size] -> q_a [T, q_lora_rank] and kv [T, 1, head_dim], not yet normalised or rotated."""
+        q_a, kv = self.qkv_a(x).split([self.config.q_lora_rank, self.config.head_dim], -1)
+        return q_a, kv[:, None]
+
+    def queries(self, q_a: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """q_a [T, q_lora_rank], normalised -> q [T, num_heads, head_dim], normalised and rotated."""
         cos, sin = turns
-        q_a, kv = self.qkv_a(x).split([config.q_lora_rank, config.head_dim], -1)
-        kv = rotate_pairs(rms_norm(kv, self.kv_norm, config.rms_eps), cos, sin)
-        q = self.q_b(rms_norm(q_a, self.q_a_norm, config.rms_eps)).unflatten(-1, (config.num_heads, -1))
-        if config.q_norm:
-            q = rms_norm(q, None, config.rms_eps)
-        return rotate_pairs(q, cos[:, None], sin[:, None]), kv[:, None]
+        q = self.q_b(q_a).unflatten(-1, (self.config.num_heads, -1))
+        if self.config.q_norm:
+            q = rms_norm(q, None, self.config.rms_eps)
+        return rotate_pairs(q, cos[:, None], sin[:, None])
 
     def output(self, out: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """Attention output [T, num_heads, head_dim] -> [T, hidden_size].
@@ -340,24 +342,30 @@ class SlidingAttention(nn.Module):
         """
         cache = self.cache if cache is None else cache
         require(cache is not None, "cache", None, "a tensor, here or for the class")
-        turns = self.turns(positions)
-        q, kv = self.project(x, turns)
         assert cache is not None
-        where = (cache, state_ids, positions)
+        turns = self.turns(positions)
+        q_a, kv = self.project(x)
+        where, eps = (cache, state_ids, positions), self.config.rms_eps
         options: dict[str, Any] = {"spec": self.spec, "sinks": self.sinks, "valid_start": valid_start}
         if q_starts is None:
-            api.store(kv, None, *where, spec=self.spec)
+            q_a = api_store.norm_store(q_a, kv, None, *where, x_eps=eps, x_weight=self.q_a_norm, **self.stored)
+            q = self.queries(q_a, turns)
             out = api.attention(q, *where, tokens_per_step=self.spec.tokens_per_step, **options)
         else:
+            q = self.queries(rms_norm(q_a, self.q_a_norm, eps), turns)
             out = api.attention_prefill(q, self.read_back(kv, *where), None, *where, q_starts, **options)
-            api.store(kv, None, *where, spec=self.spec)
+            api_store.store(kv, None, *where, **self.stored)
         assert isinstance(out, Tensor)  # no lse was asked for
         return self.output(out, turns)
 
+    @property
+    def stored(self) -> dict[str, Any]:
+        """How kv of `project` becomes a record: options of the functions that store."""
+        eps, weight = self.config.rms_eps, self.kv_norm
+        return {"spec": self.spec, "norm_eps": eps, "norm_weight": weight, "rope": self.table}
+
     def read_back(self, kv: Tensor, cache: Tensor, state_ids: Tensor, positions: Tensor) -> Tensor:
-        """kv [T, 1, head_dim] as decode steps will read it, so that chunks of any length give the same outputs."""
-        if records.RAW_DTYPES.get(self.spec.kv_format) == kv.dtype:
-            return kv
+        """kv of `project` as decode steps will read it, so that chunks of any length give the same outputs."""
         # Storing now would overwrite history that attention still reads. No token has a slot, so no byte is written.
         nowhere = torch.full_like(state_ids, -1)
-        return api.store_cast_back(kv, None, cache, nowhere, positions, spec=self.spec)[0]
+        return api_store.store_cast_back(kv, None, cache, nowhere, positions, **self.stored)[0]

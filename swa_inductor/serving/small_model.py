@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from swa_inductor import api, records
+from swa_inductor import api, api_store, records
 from swa_inductor.banded import packed_attention
 from swa_inductor.metadata import DecodeMetadata, PrefillMetadata
 from swa_inductor.spec import RingSpec
@@ -50,7 +50,7 @@ class Layer(nn.Module):
         """First write the new tokens, then attend."""
         q, k, v = self.project(x, metadata.positions)
         where = (cache, metadata.state_ids, metadata.positions)
-        api.store(k, v, *where, spec=self.spec)
+        api_store.store(k, v, *where, spec=self.spec)
         depth = self.spec.tokens_per_step
         attended = api.attention(q, *where, tokens_per_step=depth, **self.options(metadata.valid_start))
         assert isinstance(attended, Tensor)  # no lse was asked for
@@ -67,9 +67,9 @@ class Layer(nn.Module):
             attended = packed_attention(q, k, v, *where, m.q_starts, scale=scale, softcap=None, **options)
         else:
             nowhere = torch.full_like(m.state_ids, -1)
-            back = api.store_cast_back(k, v, cache, nowhere, m.positions, spec=self.spec)
+            back = api_store.store_cast_back(k, v, cache, nowhere, m.positions, spec=self.spec)
             attended = api.attention_prefill(q, *back, *where, m.q_starts, **options)
-        api.store(k, v, *where, spec=self.spec)
+        api_store.store(k, v, *where, spec=self.spec)
         return self.finish(x, attended)
 
     def reference(self, x: Tensor) -> Tensor:
