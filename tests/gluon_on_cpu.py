@@ -83,7 +83,9 @@ def load(at: Pointer, mask: Any = None, other: Any = None) -> Value:
     if mask is None:
         return _value(at.memory[offset])
     offset, mask = torch.broadcast_tensors(offset, _plain(mask))
-    return _value(torch.where(mask, at.memory[torch.where(mask, offset, 0)], torch.tensor(other, dtype=at.memory.dtype)))
+    return _value(
+        torch.where(mask, at.memory[torch.where(mask, offset, 0)], torch.tensor(other, dtype=at.memory.dtype))
+    )
 
 
 def store(at: Pointer, x: Any, mask: Any = None) -> None:
@@ -104,7 +106,11 @@ def greatest(x: Value, axis: int) -> Value:
 def pairwise(fn: Any, fn_float: Any) -> Any:
     def call(a: Any, b: Any) -> Value:
         a, b = (_plain(a), _plain(b))
-        wide = torch.promote_types(a.dtype, b.dtype) if a.dim() and b.dim() else (a.dtype if a.dim() >= b.dim() else b.dtype)
+        wide = (
+            torch.promote_types(a.dtype, b.dtype)
+            if a.dim() and b.dim()
+            else (a.dtype if a.dim() >= b.dim() else b.dtype)
+        )
         if a.dim() == b.dim() == 0:
             wide = torch.promote_types(a.dtype, b.dtype)
         return _value((fn_float if wide.is_floating_point else fn)(a.to(wide), b.to(wide)))
@@ -150,7 +156,9 @@ def _language(program: list[int]) -> SimpleNamespace:
         split=lambda x: tuple(_value(part) for part in _plain(x).unbind(-1)),
         join=lambda a, b: _value(torch.stack([_plain(a), _plain(b)], -1)),
         convert_layout=lambda x, layout: x,
-        where=lambda c, a, b: _value(torch.where(_plain(c), *(x if isinstance(x, (int, float)) else _plain(x) for x in (a, b)))),
+        where=lambda c, a, b: _value(
+            torch.where(_plain(c), *(x if isinstance(x, (int, float)) else _plain(x) for x in (a, b)))
+        ),
         minimum=pairwise(torch.minimum, torch.fmin),
         maximum=pairwise(torch.maximum, torch.fmax),
         max=greatest,
@@ -192,7 +200,11 @@ def run_gluon(code: GeneratedCode, arguments: dict[str, Tensor | None]) -> tuple
     exec(compile(helpers, "_sm90", "exec"), sm90)
     names = {"gl": gl, "tl": gl, "sm90": SimpleNamespace(**sm90), **wgmma}
     exec(compile(ast.Module([kernel], []), name, "exec"), names)
-    constants = {n.target.id: n.value.value for n in kernel.body if isinstance(n, ast.AnnAssign) and isinstance(n.value, ast.Constant)}
+    constants = {
+        n.target.id: n.value.value
+        for n in kernel.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.value, ast.Constant)
+    }
 
     q = arguments["q"]
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)

@@ -30,7 +30,6 @@ from torch.testing import FileCheck
 
 import swa_inductor as swa
 from swa_inductor import records, reference
-from swa_inductor.lowerings import _template
 from swa_inductor.lowerings import attention as lowering
 from swa_inductor.lowerings._attend import resident, slices
 from swa_inductor.reference_query import PLAIN
@@ -397,9 +396,8 @@ def test_how_many_programs_share_keys() -> None:
     ],
     ids=lambda c: c.name,
 )
-def test_programs_that_keep_the_whole_window(case: Case, tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_keep_the_whole_window(case: Case, tokens: str) -> None:
     """64 rows a program where few tokens are known to come, else 128."""
-    monkeypatch.setattr(_template, "GLUON", False)  # test_attention_sm90.py has the kernel that replaces it on sm_90
     x = decode_inputs(case)
     args = [x[n] for n in ATTENTION_ARGS]
     dynamic = [ATTENTION_ARGS.index(n) for n in ("q", "state_ids", "positions", "valid_start") if x[n] is not None]

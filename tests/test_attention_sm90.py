@@ -7,26 +7,41 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATTENTION_ARGS, Case, attention_op, decode_inputs, filled_cache, steps, template_launches, vectors
+from cases import (
+    ATTENTION_ARGS,
+    Case,
+    attention_op,
+    decode_inputs,
+    filled_cache,
+    judge,
+    query_inputs,
+    steps,
+    template_launches,
+    vectors,
+)
 from gluon_on_cpu import run_gluon
-from numerics import assert_as_good_as, assert_same
+from numerics import assert_same
 from test_attention import exact
 
 import swa_inductor as swa
-from swa_inductor import reference, reference_rope
+from swa_inductor import reference
 from swa_inductor.lowerings import _attention_sm90 as choice
-from swa_inductor.lowerings import _inductor, _template
+from swa_inductor.lowerings import _template
 from swa_inductor.testing import GeneratedCode, generate_code, resource_usage, run_on_cpu
 
 V4 = swa.RingSpec(128, 6, 512, shared_kv=True)
 CASES = [
     Case("64 heads", V4, 64, sinks=True),
     Case("128 heads", V4, 128, sinks=True, valid_start=True),
+    Case("norm and RoPE", V4, 64, sinks=True, q_norm="plain", rope_dim=64, inverse=True),
+    Case("norm and RoPE, 128 heads", V4, 128, q_norm="plain", rope_dim=64, inverse=True),
+    Case("RoPE alone", V4, 64, rope_dim=32),
     Case("two kv heads, 5 tokens", swa.RingSpec(100, 5, 512, shared_kv=True, num_kv_heads=2), 128),
     Case("1 token, tight ring", swa.RingSpec(128, 1, 512, shared_kv=True, ring_rows=128), 64, valid_start=True),
 ]
 SHARES = [{}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 1, "AHEAD": 4}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 4, "AHEAD": 4}]
 """How programs share a step: {} is whole steps per program."""
+pytestmark = pytest.mark.gluon
 every_share = pytest.mark.parametrize("share", SHARES, ids=lambda s: f"splits {s.get('SPLITS', 0)}")
 
 
@@ -44,7 +59,7 @@ def arguments(x: dict[str, Any]) -> list[Any]:
 
 
 def emulate(code: GeneratedCode, x: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return run_gluon(code, {name: x[name] for name in (*ATTENTION_ARGS, "rope") if name in x})
+    return run_gluon(code, {name: x[name] for name in ATTENTION_ARGS})
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -65,6 +80,8 @@ def test_chosen_on_sm_90_alone(capability: tuple[int, int]) -> None:
         Case("long window", swa.RingSpec(129, 6, 512, shared_kv=True), 64),
         Case("narrow", swa.RingSpec(128, 6, 256, shared_kv=True), 64),
         Case("bf16 records", swa.RingSpec(128, 6, 512, shared_kv=True, kv_format="bf16"), 64),
+        Case("norm with weights", V4, 64, q_norm="weight"),
+        Case("RoPE by halves", V4, 64, rope_dim=64, halves=True),
         Case("K and V", swa.RingSpec(128, 6, 512), 64),
     ],
     ids=lambda c: c.name,
@@ -108,18 +125,15 @@ def test_logic(case: Case, share: dict[str, int], monkeypatch: pytest.MonkeyPatc
     """Right against fp64; padded rows 0 and -inf, whatever their q holds; nobody reads a row that nobody sees."""
     shared_by(monkeypatch, share)
     x = decode_inputs(case)
-    live = x["state_ids"] >= 0
-    (want, want_lse), (plain, _) = exact(case, x), exact(case, x, case.dtype)
     lo, n = reference.visible_range(x["cache"], x["state_ids"], x["positions"], x["valid_start"], case.spec.window)
     seen = torch.zeros(case.slots, case.spec.rows, dtype=torch.bool)
     for t in range(len(n)):
         seen[x["state_ids"][t], (lo[t] + torch.arange(int(n[t]))) % case.spec.rows] = True
-    x["cache"] = torch.where(seen[..., None, None], x["cache"], 0x7F)
-    x["q"][~live] = math.nan
-    out, lse = emulate(generate_code(attention_op(case), *arguments(x)), x)
-    assert lse is not None and not out[~live].any() and (lse[~live] == -math.inf).all()
-    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype))
-    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
+    y = dict(x, cache=torch.where(seen[..., None, None], x["cache"], 0x7F), q=x["q"].clone())
+    y["q"][x["state_ids"] < 0] = math.nan
+    out, lse = emulate(generate_code(attention_op(case), *arguments(y)), y)
+    assert lse is not None
+    judge(case, x, (out, lse), exact)
 
 
 @every_share
@@ -146,7 +160,7 @@ def broken_inputs(case: Case, value: float) -> tuple[list[Any], torch.Tensor]:
     broken = cache.clone()
     k = torch.full((1, 1, 512), value, dtype=case.dtype)
     swa.store(k, None, broken, state_ids[5:6], positions[5:6], spec=case.spec)
-    return [q, cache, state_ids, positions, None, None], broken
+    return [q, cache, state_ids, positions, *[None] * (len(ATTENTION_ARGS) - 4)], broken
 
 
 def test_a_strided_cache() -> None:
@@ -177,94 +191,18 @@ def test_epilogue_fuses() -> None:
 
 
 @every_share
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "norm and RoPE"])
 @pytest.mark.parametrize("heads", [64, 128])
-def test_usage(heads: int, share: dict[str, int], monkeypatch: pytest.MonkeyPatch, record_property) -> None:  # noqa: ANN001
+def test_usage(
+    heads: int, turned: bool, share: dict[str, int], monkeypatch: pytest.MonkeyPatch, record_property
+) -> None:  # noqa: ANN001
     """One block per multiprocessor: all registers, nearly no spills."""
     shared_by(monkeypatch, share)
-    case = Case("V4", V4, heads, sinks=True, valid_start=True)
+    around = {"q_norm": "plain", "rope_dim": 64, "inverse": True} if turned else {}
+    case = Case("V4", V4, heads, sinks=True, valid_start=True, **around)  # type: ignore[arg-type]
     (usage,) = resource_usage(attention_op(case), *arguments(decode_inputs(case)))
     record_property("kernel", f"sm_90  Gluon {heads} heads {share} {usage}")
-    assert usage.num_warps == 8 and usage.spills <= 64 and usage.shared_bytes <= 227 * 1024
-
-
-# ------------------------------------------------------------------------------- norm and RoPE in and behind the kernel
-
-
-def turned_op(case: Case) -> Any:
-    """The kernel with q-norm, RoPE and inverse RoPE, as an op of its own."""
-    name = "swa_test_turned"
-    if not hasattr(torch.ops, name) or not hasattr(getattr(torch.ops, name), "attend"):
-        library = torch.library.Library(name, "DEF")
-        library.define("attend(Tensor q, Tensor c, Tensor i, Tensor at, Tensor sinks, Tensor rope) -> (Tensor, Tensor)")
-
-        def fake(q: Any, *_: Any) -> Any:
-            return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-        def lower(q: Any, cache: Any, ids: Any, at: Any, sinks: Any, rope: Any) -> Any:
-            return choice.lower(
-                [q, cache, ids, at],
-                sinks,
-                cache=cache,
-                window=128,
-                scale=512**-0.5,
-                step=6,
-                has_valid_start=False,
-                return_lse=True,
-                processors=132,
-                rope=rope,
-                q_norm_eps=1e-6,
-                inverse_rope=True,
-            )
-
-        torch.library.register_fake(f"{name}::attend", fake, lib=library)
-        turned_op.library = library  # type: ignore[attr-defined]  # it lives as long as its registrations
-        _inductor.lower(getattr(torch.ops, name).attend.default, cuda=lower, cpu=None)
-    return lambda *args: getattr(torch.ops, name).attend(*args)
-
-
-TURNED_ARGS = ("q", "cache", "state_ids", "positions", "sinks", "rope")
-
-
-def turned_inputs(case: Case) -> dict[str, Any]:
-    x = decode_inputs(case)
-    x["q"] = (x["q"] * (1 + torch.arange(case.heads)[:, None] / 7)).bfloat16()
-    x["q"][x["state_ids"] < 0] = math.nan
-    angle = torch.arange(2000)[:, None] * 1e4 ** (-torch.arange(32) / 32)
-    return x | {"rope": torch.cat([angle.cos(), angle.sin()], 1)}
-
-
-def turned_reference(x: dict[str, Any], dtype: torch.dtype, rounded: bool) -> torch.Tensor:
-    def kept(y: torch.Tensor) -> torch.Tensor:
-        return y.bfloat16().to(dtype) if rounded else y
-
-    q = kept(reference_rope.rms_norm(x["q"].to(dtype), None, 1e-6))
-    q = kept(reference_rope.rotate(q, x["positions"], x["rope"], True))
-    out, _ = reference.attention(
-        q, *(x[n] for n in ATTENTION_ARGS[1:]), 128, 512**-0.5, "mxfp8", None, None, compute_dtype=dtype
-    )
-    return kept(reference_rope.rotate(kept(out), x["positions"], x["rope"], True, True))
-
-
-@every_share
-def test_norm_and_rope_in_the_kernel(share: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further from fp64 than the composition rounded to bf16 at each step; padded rows 0 whatever q holds."""
-    shared_by(monkeypatch, share)
-    x = turned_inputs(CASES[0])
-    live = x["state_ids"] >= 0
-    code = generate_code(turned_op(CASES[0]), *(x[n] for n in TURNED_ARGS))
-    out, _ = emulate(code, x)
-    want, plain = turned_reference(x, torch.float64, False), turned_reference(x, torch.float32, True)
-    assert not out[~live].any()
-    assert_as_good_as(out[live], want[live], plain[live])
-    assert_as_good_as(out[live][..., 448:], want[live][..., 448:], plain[live][..., 448:])
-
-
-@every_share
-def test_usage_with_norm_and_rope(share: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_by(monkeypatch, share)
-    x = turned_inputs(CASES[0])
-    (usage,) = resource_usage(turned_op(CASES[0]), *(x[n] for n in TURNED_ARGS))
-    assert usage.spills <= 160 and usage.shared_bytes <= 227 * 1024
+    assert usage.num_warps == 8 and usage.spills <= 100 and usage.shared_bytes <= 227 * 1024
 
 
 # ----------------------------------------------------------------------------------------------------------- on a GPU
@@ -286,15 +224,13 @@ def test_gpu_values(case: Case, sequences: int) -> None:
     x = decode_inputs(case)
     x["state_ids"], x["positions"] = steps(case, starts, slots)
     x["q"] = vectors(case, len(x["positions"]), 5)[2]
+    x |= query_inputs(case, x["positions"], 5)
     if case.valid_start:
         x["valid_start"] = (x["positions"] - 40).clamp(min=0).int()
-    live = x["state_ids"] >= 0
-    x["q"][~live] = math.nan
-    out, lse = (t.cpu() for t in on_gpu(attention_op(case), arguments(x)))
-    (want, want_lse), (plain, _) = exact(case, x), exact(case, x, case.dtype)
-    assert not out[~live].any() and (lse[~live] == -math.inf).all()
-    assert_as_good_as(out[live], want[live], plain[live].to(case.dtype))
-    torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
+    y = dict(x, q=x["q"].clone())
+    y["q"][x["state_ids"] < 0] = math.nan
+    out, lse = (t.cpu() for t in on_gpu(attention_op(case), arguments(y)))
+    judge(case, x, (out, lse), exact)
 
 
 @pytest.mark.gpu
@@ -311,18 +247,6 @@ def test_gpu_broken_record(value: float, share: dict[str, int], monkeypatch: pyt
 
 
 @pytest.mark.gpu
-@every_share
-def test_gpu_norm_and_rope(share: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_by(monkeypatch, share)
-    x = turned_inputs(CASES[0])
-    live = x["state_ids"] >= 0
-    out = on_gpu(turned_op(CASES[0]), [x[n] for n in TURNED_ARGS])[0].cpu()
-    want, plain = turned_reference(x, torch.float64, False), turned_reference(x, torch.float32, True)
-    assert not out[~live].any()
-    assert_as_good_as(out[live], want[live], plain[live])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("sequences", [1, 8, 64, 150])
 def test_gpu_replays_with_changed_inputs(sequences: int) -> None:
     """A recorded graph reads positions and slots anew, and gives the same bits for the same inputs."""
@@ -335,10 +259,11 @@ def test_gpu_replays_with_changed_inputs(sequences: int) -> None:
         slots = torch.randint(-1, case.slots, (sequences,), generator=g).tolist()
         state_ids, positions = steps(case, torch.randint(0, 500, (sequences,), generator=g).tolist(), slots)
         q = vectors(case, len(positions), i)[2]
-        inputs = [q.cuda(), cache, state_ids.cuda(), positions.cuda(), None, None]
+        rest = [None] * (len(ATTENTION_ARGS) - 4)
+        inputs = [q.cuda(), cache, state_ids.cuda(), positions.cuda(), *rest]
         torch.compiler.cudagraph_mark_step_begin()
         out = step(*inputs).clone()
         torch.compiler.cudagraph_mark_step_begin()
         assert_same(step(*inputs), out)
-        want, _ = attention_op(case)(q, cache.cpu(), state_ids, positions, None, None)
+        want, _ = attention_op(case)(q, cache.cpu(), state_ids, positions, *rest)
         torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)

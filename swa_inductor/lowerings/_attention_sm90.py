@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 from swa_inductor.lowerings import _inductor, _template
+from swa_inductor.reference_query import Query
+
+SLICE = 128
+"""Columns that a program loads, multiplies or writes at a time."""
 
 KEYS = 128
 """Keys of a tile; a program of several tokens has a second one for 16 more."""
@@ -30,10 +34,12 @@ def grid(tokens: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int
     return (tokens // meta["TOKENS"] * meta["HEAD_BLOCKS"] * max(meta["SPLITS"], 1), 1, 1)
 
 
-def serves(q: Any, cache: Any, window: int, scale: float, step: int, card: Any) -> bool:
+def serves(q: Any, cache: Any, query: Query, window: int, scale: float, step: int, card: Any) -> bool:
     """Whether the kernel serves vectors K = V in mxfp8 of this geometry; other cards and shapes are Triton's."""
     strides = [_inductor.known_int(x) for x in (*cache.get_stride()[:3], *q.get_stride())]
     if (card.major, card.minor) != (9, 0) or None in strides or not _template.GLUON or template() is None:
+        return False
+    if query.q_norm_weight is not None or (query.rope is not None and not _serves_rope(query)):
         return False
     _, heads, dim = q.get_size()
     slot, row, head = strides[:3]
@@ -50,6 +56,12 @@ def serves(q: Any, cache: Any, window: int, scale: float, step: int, card: Any) 
         and strides[5] == 1
         and strides[3] % 8 == strides[4] % 8 == 0
     )
+
+
+def _serves_rope(query: Query) -> bool:
+    """Pairs of adjacent columns, all in the last slice."""
+    known = _inductor.known_int(query.rope.get_stride()[0]) is not None
+    return known and query.rope_interleaved and _inductor.int_of(query.rope.get_size()[1]) <= SLICE
 
 
 def config(sequences: int | None, step: int, heads: int, group: int, processors: int) -> dict[str, Any]:
@@ -73,23 +85,17 @@ def config(sequences: int | None, step: int, heads: int, group: int, processors:
 def lower(
     inputs: list[Any],
     sinks: Any,
+    query: Query,
     *,
-    cache: Any,
     window: int,
     scale: float,
     step: int,
     has_valid_start: bool,
     return_lse: bool,
     processors: int,
-    rope: Any = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = False,
 ) -> tuple[Any, Any]:
-    """As lowerings.attention.lower_cuda; `inputs`: q, cache, state_ids, positions and, if there, valid_start.
-
-    q may be normed and turned in front (rope: a table of interleaved pairs), the output turned back behind.
-    """
-    q = inputs[0]
+    """As lowerings.attention.lower_cuda; `inputs`: q, cache, state_ids, positions and, if there, valid_start."""
+    q, cache = inputs[:2]
     tokens, heads, dim = q.get_size()
     heads, dim = _inductor.int_of(heads), _inductor.int_of(dim)
     group = heads // _inductor.int_of(cache.get_size()[2])
@@ -97,7 +103,7 @@ def lower(
     options = config(None if known is None else known // step, step, heads, group, processors)
     rows, held = 64 if options["SPLITS"] else 128, options["TOKENS"] * options["HEADS"]
     lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, q.get_device())
-    read = [*inputs, *(x for x in (sinks, rope) if x is not None)]
+    read = [*inputs, *(x for x in (sinks, query.rope) if x is not None)]
     nodes = [*read, *([lse] if return_lse else [])]
     out = _inductor.render_template(
         template(),
@@ -110,7 +116,7 @@ def lower(
         **options,
         WARPS=8,
         ROWS=rows,
-        SLICE=128,
+        SLICE=SLICE,
         GROUP=group,
         HEAD_BLOCKS=heads // options["HEADS"],
         TRIPS=-(-held // rows),
@@ -122,8 +128,8 @@ def lower(
         HAS_VALID_START=has_valid_start,
         HAS_SINKS=sinks is not None,
         HAS_LSE=return_lse,
-        Q_NORM_EPS=float(q_norm_eps or 0.0),
-        ROPE_DIM=0 if rope is None else _inductor.int_of(rope.get_size()[1]),
-        INVERSE_ROPE=inverse_rope,
+        Q_NORM_EPS=float(query.q_norm_eps or 0.0),
+        ROPE_DIM=0 if query.rope is None else _inductor.int_of(query.rope.get_size()[1]),
+        INVERSE_ROPE=query.inverse_rope,
     )
     return out, lse

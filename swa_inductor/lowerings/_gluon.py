@@ -86,7 +86,9 @@ def _arange(start: Any, end: Any, _semantic: Any = None) -> Any:
 def _broadcast_to(input: Any, *shape: Any, _semantic: Any = None) -> Any:
     if not input.type.is_block():
         return input
-    sizes = _unwrap_shape(shape[0] if len(shape) == 1 and hasattr(_unwrap_if_constexpr(shape[0]), "__iter__") else shape)
+    sizes = _unwrap_shape(
+        shape[0] if len(shape) == 1 and hasattr(_unwrap_if_constexpr(shape[0]), "__iter__") else shape
+    )
     return _semantic.broadcast_impl_shape(input, [_unwrap_if_constexpr(s) for s in sizes])
 
 

@@ -16,7 +16,11 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name until Tr
 @gluon.constexpr_function
 def blocks_layout(rows, groups, warps):
     """[rows, groups, 8] words: a thread holds blocks of 32 codes; a warp spans 16 rows x 2 blocks, warps rows, then blocks."""
-    register, lane, warp = [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]], []
+    register, lane, warp = (
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
+        [],
+    )
     r, g = 16, 2
     while warps > 1:
         if r < rows:
@@ -59,7 +63,9 @@ def product_layout(warps, columns, split):
 
 
 @gluon.jit
-def live_keys(STATE_IDS, POSITIONS, VALID_START, token, exists, STRIDES: gl.constexpr, SLOTS, LIMIT, WINDOW: gl.constexpr):
+def live_keys(
+    STATE_IDS, POSITIONS, VALID_START, token, exists, STRIDES: gl.constexpr, SLOTS, LIMIT, WINDOW: gl.constexpr
+):
     """Slot, first visible position and position of tokens, and whether they are neither padded nor bad."""
     slot = gl.load(STATE_IDS + token * STRIDES[0], mask=exists, other=-1)
     position = gl.load(POSITIONS + token * STRIDES[1], mask=exists, other=-1).to(gl.int64)
@@ -84,8 +90,19 @@ def window_of(slot, start, position, live, R: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(ring, first_row, n, j0, column, ROWS: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr,
-                STRIDE: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr):
+def load_blocks(
+    ring,
+    first_row,
+    n,
+    j0,
+    column,
+    ROWS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    R: gl.constexpr,
+    STRIDE: gl.constexpr,
+    DIM: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Keys j0 .. j0 + ROWS of the window: int32 [ROWS, GROUPS, 8] of codes from `column` up, bytes [ROWS, GROUPS]."""
     L: gl.constexpr = blocks_layout(ROWS, GROUPS, WARPS)
     LG: gl.constexpr = gl.SliceLayout(2, L)
@@ -170,7 +187,19 @@ def permute_columns(x):
 
 
 @gluon.jit
-def rotate(x, ROPE, POSITIONS, token0, first, TOKENS: gl.constexpr, HEADS: gl.constexpr, STRIDES: gl.constexpr, LIMIT, DIM: gl.constexpr, INVERSE: gl.constexpr):
+def rotate(
+    x,
+    ROPE,
+    POSITIONS,
+    token0,
+    first,
+    TOKENS: gl.constexpr,
+    HEADS: gl.constexpr,
+    STRIDES: gl.constexpr,
+    LIMIT,
+    DIM: gl.constexpr,
+    INVERSE: gl.constexpr,
+):
     """RoPE of the last DIM columns of x, whose row m is of the program's token first + m // HEADS; -> fp32.
 
     Both of a pair are in one thread. Rows without a token are turned as those of the last one.

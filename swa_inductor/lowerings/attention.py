@@ -1,4 +1,7 @@
-"""Lowerings of swa_inductor::attention: one kernel on CUDA, in Triton or, where _attention_sm90 serves, Gluon; on the CPU the op stays a call of the eager code."""
+"""Lowerings of swa_inductor::attention: one Triton kernel on CUDA; on the CPU the op stays a call of the eager code.
+
+Where _attention_sm90.py serves, the kernel is in Gluon.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +56,11 @@ def lower_cuda(
     card = torch.cuda.get_device_properties(q.get_device())
     inputs = [x for x in (q, cache, state_ids, positions, valid_start) if x is not None]
     if kv_format == "mxfp8" and v_head_dim is None and softcap is None:
-        if _attention_sm90.serves(q, cache, window, scale, tokens_per_step, card):
+        if _attention_sm90.serves(q, cache, around, window, scale, tokens_per_step, card):
             return _attention_sm90.lower(
                 inputs,
                 sinks,
-                cache=cache,
+                around,
                 window=window,
                 scale=scale,
                 step=tokens_per_step,

@@ -51,7 +51,9 @@ def run_on_cpu(
     else:
         values = [_input(item, args, kwargs or {}, module) for item in code.inputs or ()]
     if "@gluon.jit" in code.source:
-        raise ValueError("Triton's interpreter does not run Gluon: set SWA_INDUCTOR_GLUON=0 to have Triton templates alone")
+        raise ValueError(
+            "Triton's interpreter does not run Gluon: set SWA_INDUCTOR_GLUON=0 to have Triton templates alone"
+        )
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             raise ValueError(f"run_on_cpu takes CPU tensors, got one on {value.device}")
