@@ -1,4 +1,4 @@
-"""Parts of the sm_90 decode kernel (templates/_attention_sm90.py.jinja) in Gluon: layouts, the window, products, softmax.
+"""Parts of the kernel in templates/_attention_sm90.py.jinja, in Gluon: layouts, the window, vectors, softmax.
 
 The window of K = V stays in shared memory as bf16 tiles [rows, dim] whose columns are permuted inside each block of 32:
 column 8i + 2n + e lies at 8n + 2i + e. So the registers that wgmma wants of a thread, of its left operand as of its
@@ -8,20 +8,19 @@ no step of the loop over tokens meets a barrier.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name until Triton 3.6
 
 
 @gluon.constexpr_function
 def blocks_layout(rows, groups, warps):
-    """[rows, groups, 8] words: a thread holds blocks of 32 codes; a warp spans 16 rows x 2 blocks, warps rows, then blocks."""
-    register, lane, warp = (
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4]],
-        [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
-        [],
-    )
-    r, g = 16, 2
+    """[rows, groups, 8] words: a thread holds blocks of 32 codes; warps side by side in rows, then in blocks.
+
+    A warp spans 8 rows x 4 blocks: whole lines of memory, and 8 lanes write to as many banks.
+    """
+    register = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    lane, warp = [[0, 1, 0], [1, 0, 0], [2, 0, 0], [0, 2, 0], [4, 0, 0]], []
+    r, g = 8, 4
     while warps > 1:
         if r < rows:
             warp, r = warp + [[r, 0, 0]], 2 * r
@@ -179,6 +178,12 @@ def load_vectors(Q, at, columns: gl.constexpr, first, L: gl.constexpr, wanted):
 
 
 @gluon.jit
+def squares_of(x):
+    """Sum of squares of each row, fp32."""
+    return gl.sum(x.to(gl.float32) * x.to(gl.float32), 1)
+
+
+@gluon.jit
 def permute_columns(x):
     """The permutation of the tiles; its own inverse. Registers keep their place."""
     ROWS: gl.constexpr = x.shape[0]
@@ -250,3 +255,21 @@ def take_sink(top, total, SINKS, head, STRIDE: gl.constexpr, LOG2E: gl.constexpr
         decay = gl.exp2(top - base)
         total = total * decay + gl.exp2(sink - base)
     return decay / gl.where(total == 0.0, 1.0, total)
+
+
+PREFETCH: gl.constexpr = gl.constexpr("""{
+    .reg .pred p;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 p, thread, 0;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
+
+@gluon.jit
+def prefetch(first, BYTES: gl.constexpr):
+    """Start bringing BYTES contiguous bytes from the pointer `first` on into the L2 cache: one thread asks."""
+    gl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [first.to(gl.int64, bitcast=True), BYTES], dtype=gl.int32, is_pure=False, pack=1
+    )
