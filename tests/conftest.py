@@ -32,5 +32,5 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _triton_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs no Gluon: kernels in Gluon have tests of their own, and run in those of a GPU."""
-    if not {"gluon", "gpu"} & set(request.keywords):
+    if not any(map(request.node.get_closest_marker, ("gluon", "gpu"))):
         monkeypatch.setattr("swa_inductor.lowerings._template.GLUON", False)

@@ -1,7 +1,8 @@
 """Hosts Gluon kernels in Inductor templates: what compiles them, and the names that their generated source imports.
 
-A TritonTemplate writes the source; two decorators are other ones, and the pieces that Inductor adds behind the kernel
-(index arithmetic, a fused epilogue) find `tl` and `triton_helpers` here: Gluon wants a layout where plain Triton does not.
+A TritonTemplate writes the source, but for the decorator of the kernel. What Inductor adds behind the kernel (index
+arithmetic, a fused epilogue) finds its `tl` and `triton_helpers` here: Gluon wants layouts where Triton does not. The
+kernel has to give all indices a layout; then what follows has one too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from swa_inductor.lowerings._gluon import tl, triton_helpers, triton_heuristics
 
 class _Kernel(_inductor.TritonTemplateKernel):
     @classmethod
-    def gen_common_triton_imports(cls) -> str:
+    def gen_common_triton_imports(cls) -> str:  # type: ignore[override]
         return str(super().gen_common_triton_imports()) + IMPORTS
 
     def jit_lines(self) -> str:
