@@ -198,7 +198,6 @@ def run_gluon(code: GeneratedCode, arguments: dict[str, Tensor | None]) -> tuple
                 arg.annotation = None
     sm90: dict[str, Any] = {"gl": SimpleNamespace(**vars(gl), barrier=lambda: None), **wgmma}
     exec(compile(helpers, "_sm90", "exec"), sm90)
-    sm90["prefetch"] = lambda *args: None
     names = {"gl": gl, "tl": gl, "sm90": SimpleNamespace(**sm90), **wgmma}
     exec(compile(ast.Module([kernel], []), name, "exec"), names)
     constants = {

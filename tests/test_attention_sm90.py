@@ -39,7 +39,7 @@ CASES = [
     Case("two kv heads, 5 tokens", swa.RingSpec(100, 5, 512, shared_kv=True, num_kv_heads=2), 128),
     Case("1 token, tight ring", swa.RingSpec(128, 1, 512, shared_kv=True, ring_rows=128), 64, valid_start=True),
 ]
-SHARES = [{}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 1, "AHEAD": 4}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 4, "AHEAD": 4}]
+SHARES = [{}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 1, "AHEAD": 2}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 4, "AHEAD": 2}]
 """How programs share a step: {} is whole steps per program."""
 pytestmark = pytest.mark.gluon
 every_share = pytest.mark.parametrize("share", SHARES, ids=lambda s: f"splits {s.get('SPLITS', 0)}")

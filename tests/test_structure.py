@@ -62,4 +62,5 @@ def test_offsets_are_64_bit_before_they_are_multiplied(path: Path) -> None:
     """A17: no 32-bit slot or row meets a cache stride."""
     for line in path.read_text().splitlines():
         for factor in re.findall(r"(\([^()]*\)|\S+) \* \{\{stride\(\"CACHE\"", line):
-            assert factor.endswith((".to(tl.int64)", ".to(gl.int64)")) or factor == "(position % R)", line  # positions are int64
+            wide = factor.endswith((".to(tl.int64)", ".to(gl.int64)"))
+            assert wide or factor == "(position % R)", line  # positions are int64

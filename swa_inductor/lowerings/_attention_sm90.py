@@ -73,13 +73,13 @@ def config(sequences: int | None, step: int, heads: int, group: int, processors:
         programs = sequences * step * heads // 64
         for splits in (4, 2, 1):
             if programs * splits <= processors:
-                return {"TOKENS": 1, "HEADS": 64, "SPLITS": splits, "AHEAD": 2, "PREFETCH": False}
+                return {"TOKENS": 1, "HEADS": 64, "SPLITS": splits, "AHEAD": 2}
     held = 128 if group % 128 == 0 else 64
     tokens = step
     if sequences is not None:
         waves = [t for t in range(1, step) if step % t == 0 and sequences * step // t * heads // held <= processors]
         tokens = waves[0] if waves else step
-    return {"TOKENS": tokens, "HEADS": held, "SPLITS": 0, "AHEAD": 1, "PREFETCH": False}
+    return {"TOKENS": tokens, "HEADS": held, "SPLITS": 0, "AHEAD": 1}
 
 
 def lower(

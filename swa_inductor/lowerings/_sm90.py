@@ -255,21 +255,3 @@ def take_sink(top, total, SINKS, head, STRIDE: gl.constexpr, LOG2E: gl.constexpr
         decay = gl.exp2(top - base)
         total = total * decay + gl.exp2(sink - base)
     return decay / gl.where(total == 0.0, 1.0, total)
-
-
-PREFETCH: gl.constexpr = gl.constexpr("""{
-    .reg .pred p;
-    .reg .b32 thread;
-    mov.u32 thread, %tid.x;
-    setp.eq.u32 p, thread, 0;
-    @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.u32 $0, 0;
-}""")
-
-
-@gluon.jit
-def prefetch(first, BYTES: gl.constexpr):
-    """Start bringing BYTES contiguous bytes from the pointer `first` on into the L2 cache: one thread asks."""
-    gl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r", [first.to(gl.int64, bitcast=True), BYTES], dtype=gl.int32, is_pure=False, pack=1
-    )
