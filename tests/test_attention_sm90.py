@@ -97,6 +97,23 @@ def test_rows_that_words_do_not_divide_are_left_to_triton() -> None:
     assert not is_gluon(generate_code(attention_op(CASES[0]), *arguments(x)))
 
 
+def test_a_producer_of_q_fuses_into_the_triton_template() -> None:
+    def doubled(q: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return attention_op(CASES[0], return_lse=False)(q * 2, *args)
+
+    code = generate_code(doubled, *arguments(decode_inputs(CASES[0])))
+    assert len(template_launches(code)) == len(code.kernels) == 1 and not is_gluon(code)
+
+
+def test_q_of_a_product_is_not_such_a_producer() -> None:
+    def projected(x: torch.Tensor, weight: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return attention_op(CASES[0], return_lse=False)((x @ weight).view(-1, 64, 512), *args)
+
+    x = decode_inputs(CASES[0])
+    args = (torch.randn(len(x["q"]), 32).bfloat16(), torch.randn(32, 64 * 512).bfloat16(), *arguments(x)[1:])
+    assert is_gluon(generate_code(projected, *args))
+
+
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "GLUON", False)
     assert not is_gluon(generate_code(attention_op(CASES[0]), *arguments(decode_inputs(CASES[0]))))

@@ -36,7 +36,10 @@ def grid(tokens: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int
 
 def serves(q: Any, cache: Any, query: Query, window: int, scale: float, step: int, card: Any) -> bool:
     """Whether the kernel serves vectors K = V in mxfp8 of this geometry; other cards and shapes are Triton's."""
-    strides: list[Any] = [_inductor.known_int(x) for x in (*cache.get_stride()[:3], *q.get_stride())]
+    q_strides = q.maybe_get_stride()
+    if q_strides is None:
+        return False  # q is yet to be computed, by code that fuses in front of the Triton template
+    strides: list[Any] = [_inductor.known_int(x) for x in (*cache.get_stride()[:3], *q_strides)]
     if (card.major, card.minor) != (9, 0) or None in strides or not _template.GLUON or template() is None:
         return False
     if query.q_norm_weight is not None or (query.rope is not None and not _serves_rope(query)):
