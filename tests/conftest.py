@@ -27,3 +27,10 @@ def pytest_terminal_summary(terminalreporter) -> None:  # noqa: ANN001
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _triton_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs no Gluon: kernels in Gluon have tests of their own, and run in those of a GPU."""
+    if not any(map(request.node.get_closest_marker, ("gluon", "gpu"))):
+        monkeypatch.setattr("swa_inductor.lowerings._template.GLUON", False)

@@ -52,7 +52,7 @@ def test_file(path: Path) -> None:
 def test_every_masked_load_says_what_is_elsewhere(path: Path) -> None:
     """E12: `other` is never left to the compiler."""
     text = path.read_text()
-    loads = [text[m.start() : text.index("\n", m.start())] for m in re.finditer(r"tl\.load\(", text)]
+    loads = [text[m.start() : text.index("\n", m.start())] for m in re.finditer(r"[tg]l\.load\(", text)]
     assert all("other=" in load for load in loads if "mask=" in load)
     assert all("mask=" in load or "tl.load(part" in load for load in loads)  # a program's own scratch is whole
 
@@ -62,4 +62,5 @@ def test_offsets_are_64_bit_before_they_are_multiplied(path: Path) -> None:
     """A17: no 32-bit slot or row meets a cache stride."""
     for line in path.read_text().splitlines():
         for factor in re.findall(r"(\([^()]*\)|\S+) \* \{\{stride\(\"CACHE\"", line):
-            assert factor.endswith(".to(tl.int64)") or factor == "(position % R)", line  # positions are int64
+            wide = factor.endswith((".to(tl.int64)", ".to(gl.int64)"))
+            assert wide or factor == "(position % R)", line  # positions are int64

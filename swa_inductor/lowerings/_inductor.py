@@ -16,9 +16,13 @@ from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.ir import ir_node_to_tensor
 from torch._inductor.lowering import empty_strided, fallback_handler, lowerings, register_lowering
+from torch._inductor.runtime import triton_helpers as runtime_helpers
+from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
+    TritonTemplateKernel,
     autotune_select_algorithm,
     realize_inputs,
 )
@@ -28,6 +32,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from swa_inductor.errors import UnsupportedError
 
 __all__ = [
+    "HeuristicType",
+    "TritonTemplate",
+    "TritonTemplateKernel",
     "arange",
     "copy_to",
     "counters",
@@ -41,6 +48,8 @@ __all__ = [
     "likely_int",
     "lower",
     "render_template",
+    "runtime_helpers",
+    "triton_heuristics",
     "triton_template",
 ]
 
@@ -70,9 +79,11 @@ def lower(op: Any, *, cuda: Callable[..., Any], cpu: Callable[..., Any] | None) 
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
-def triton_template(name: str, grid: Callable[..., Any], source: str) -> TritonTemplate:
+def triton_template(
+    name: str, grid: Callable[..., Any], source: str, kind: type[TritonTemplate] = TritonTemplate
+) -> TritonTemplate:
     """A template under a process-global, unique name."""
-    return TritonTemplate(name=f"swa_{name}", grid=SymbolicGridFn(grid), source=source)
+    return kind(name=f"swa_{name}", grid=SymbolicGridFn(grid), source=source)
 
 
 def render_template(

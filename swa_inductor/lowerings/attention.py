@@ -1,4 +1,7 @@
-"""Lowerings of swa_inductor::attention: one Triton kernel on CUDA; on the CPU the op stays a call of the eager code."""
+"""Lowerings of swa_inductor::attention: one Triton kernel on CUDA; on the CPU the op stays a call of the eager code.
+
+Where _attention_sm90.py serves, the kernel is in Gluon.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swa_inductor.lowerings import _attend, _inductor
+from swa_inductor.lowerings import _attend, _attention_sm90, _inductor
 from swa_inductor.lowerings._template import source, vector_block
 from swa_inductor.reference_query import Query
 
@@ -51,6 +54,20 @@ def lower_cuda(
     around = Query(q_norm_weight, rope, **query)
     rows = tokens_per_step * groups
     card = torch.cuda.get_device_properties(q.get_device())
+    inputs = [x for x in (q, cache, state_ids, positions, valid_start) if x is not None]
+    if kv_format == "mxfp8" and v_head_dim is None and softcap is None:
+        if _attention_sm90.serves(q, cache, around, window, scale, tokens_per_step, card):
+            return _attention_sm90.lower(
+                inputs,
+                sinks,
+                around,
+                window=window,
+                scale=scale,
+                step=tokens_per_step,
+                has_valid_start=valid_start is not None,
+                return_lse=return_lse,
+                processors=card.multi_processor_count,
+            )
     tokens = _inductor.known_int(q.get_size()[0])
     steps = None if tokens is None else tokens // tokens_per_step * kv_heads
     options, shares = None, 1
@@ -83,7 +100,7 @@ def lower_cuda(
 
     return _attend.launch(
         TEMPLATE,
-        [x for x in (q, cache, state_ids, positions, valid_start) if x is not None],
+        inputs,
         sinks,
         dims=(dim, v_head_dim),
         kv_heads=kv_heads,

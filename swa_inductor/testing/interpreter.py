@@ -42,7 +42,7 @@ def run_on_cpu(
         returns without computing it (an argument, a constant) is not among them.
 
     Raises:
-        ValueError: args do not match the inputs of the graph, or are not on the CPU.
+        ValueError: args do not match the inputs of the graph, or are not on the CPU; or a kernel is in Gluon.
         WorkerError: the code raised, or wrote just before or after the storage of an argument; the message holds the
             worker's traceback.
     """
@@ -50,6 +50,10 @@ def run_on_cpu(
         code, values = GeneratedCode(code), list(args)
     else:
         values = [_input(item, args, kwargs or {}, module) for item in code.inputs or ()]
+    if "@gluon.jit" in code.source:
+        raise ValueError(
+            "Triton's interpreter does not run Gluon: set SWA_INDUCTOR_GLUON=0 to have Triton templates alone"
+        )
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             raise ValueError(f"run_on_cpu takes CPU tensors, got one on {value.device}")
