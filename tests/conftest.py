@@ -30,7 +30,6 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _triton_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs no Gluon: kernels in Gluon have tests of their own, and run in those of a GPU."""
-    if not any(map(request.node.get_closest_marker, ("gluon", "gpu"))):
-        monkeypatch.setattr("swa_inductor.lowerings._template.GLUON", False)
+def _gluon_where_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment asks for: the interpreter runs no Gluon, so its kernels have tests of their own."""
+    monkeypatch.setattr("swa_inductor.lowerings._template.GLUON", bool(request.node.get_closest_marker("gluon")))

@@ -122,8 +122,22 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interpreter_says_that_it_does_not_know_gluon() -> None:
     x = decode_inputs(CASES[0])
     code = generate_code(attention_op(CASES[0]), *arguments(x))
-    with pytest.raises(ValueError, match="SWA_INDUCTOR_GLUON=0"):
+    with pytest.raises(ValueError, match="SWA_INDUCTOR_GLUON unset"):
         run_on_cpu(code, arguments(x))
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(128, 16), (128, 4), (16, 16)])
+def test_lanes_of_a_row_are_adjacent(rows: int, groups: int) -> None:
+    """A reduction over the blocks of a row shuffles the lowest lanes, wherever the layout puts them (Triton 3.6)."""
+    from swa_inductor.lowerings import _sm90
+
+    layout = _sm90.blocks_layout(rows, groups, 8)
+    layout = getattr(layout, "value", layout)
+    across = [base[1] > 0 for base in layout.lane_bases]
+    assert across == sorted(across, reverse=True) and any(across)
+    bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
+    held = {tuple(b) for b in bases if any(b)}
+    assert len(held) == sum(n.bit_length() - 1 for n in (rows, groups, 8))  # every word is somewhere, and once
 
 
 def test_how_programs_share_a_step() -> None:

@@ -16,11 +16,16 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name until Tr
 def blocks_layout(rows, groups, warps):
     """[rows, groups, 8] words: a thread holds blocks of 32 codes; warps side by side in rows, then in blocks.
 
-    A warp spans 8 rows x 4 blocks: whole lines of memory, and 8 lanes write to as many banks.
+    A warp spans 8 rows x 4 blocks, whole lines of memory, where there are rows for all warps, else 16 x 2. The lanes of
+    a row must be adjacent: a reduction over its blocks, as Triton 3.6 and 3.7 lower it, shuffles the lowest lanes,
+    wherever the layout puts them (with blocks at lanes 1 and 8 it mixed rows and read scratch that nobody had written).
     """
     register = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    lane, warp = [[0, 1, 0], [1, 0, 0], [2, 0, 0], [0, 2, 0], [4, 0, 0]], []
-    r, g = 8, 4
+    if rows >= 8 * warps:
+        lane, r, g = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], 8, 4
+    else:
+        lane, r, g = [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]], 16, 2
+    warp = []
     while warps > 1:
         if r < rows:
             warp, r = warp + [[r, 0, 0]], 2 * r

@@ -11,8 +11,8 @@ import torch
 
 from swa_inductor.spec import MXFP8_BLOCK
 
-GLUON = os.environ.get("SWA_INDUCTOR_GLUON", "1") != "0"
-"""Whether lowerings may choose kernels in Gluon; 0 in the environment leaves all to Triton templates."""
+GLUON = os.environ.get("SWA_INDUCTOR_GLUON", "0") != "0"
+"""Whether lowerings may choose kernels in Gluon: only where the environment asks for them."""
 
 STORED_TYPES = {"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 """Triton type of a stored value, by record format."""
@@ -45,7 +45,7 @@ def tag_compile_caches() -> None:
     root = Path(__file__).parent.parent
     for part in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".jinja")):
         digest.update(str(part.relative_to(root)).encode() + part.read_bytes())
-    tag = f"swa_inductor:{digest.hexdigest()[:16]}{'' if GLUON else ':no-gluon'}"
+    tag = f"swa_inductor:{digest.hexdigest()[:16]}{':gluon' if GLUON else ''}"
     config = torch.compiler.config
     if tag not in config.cache_key_tag:  # appended, never overwritten: users and other packages have tags too
         config.cache_key_tag = f"{config.cache_key_tag}{';' if config.cache_key_tag else ''}{tag}"
