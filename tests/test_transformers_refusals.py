@@ -77,8 +77,8 @@ def test_other_caches_and_batches_are_refused():
     for wrong in (prompt(1, 20), prompt(3, 20)):
         with pytest.raises(InvalidArgumentError, match="batch size"):
             forward(model, cache, wrong)
-    for call in (cache.reorder_cache, cache.batch_repeat_interleave, cache.batch_select_indices):
-        with pytest.raises(UnsupportedError, match="beam search"):
+    for call in (cache.batch_repeat_interleave, cache.batch_select_indices):
+        with pytest.raises(UnsupportedError, match="no change of the batch"):
             call(torch.tensor([0]))
     with pytest.raises(UnsupportedError, match="RingCache"):
         cache.layers[0].reset()
@@ -185,7 +185,6 @@ def test_training_is_refused():
     [
         ({"layer_types": ["sliding_attention", "linear_attention", "full_attention"]}, "layer 1 is 'linear_attention'"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer 0 is 'chunked_attention'"),
-        ({"layer_types": ["compressed_sparse_attention"] * 3}, "compressed_sparse_attention"),
         ({"num_kv_shared_layers": 1}, "share"),
         ({"kv_lora_rank": 8}, "latent"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
@@ -200,6 +199,21 @@ def test_models_that_rings_cannot_serve_are_refused(change, reason):
     with pytest.raises(UnsupportedError, match=reason):
         make_cache(model, batch_size=1, max_length=50)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
+def test_compressed_layers_are_refused(kind):
+    model = make_model("deepseek_v4", layer_types=["sliding_attention", kind, "sliding_attention"])
+    with pytest.raises(UnsupportedError, match=f"deepseek_v4: layer 1 is '{kind}', whose compressed keys are no ring"):
+        make_cache(model, batch_size=1, max_length=50)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_projection_of_keys_and_values_that_differ_is_refused():
+    model = make_model("deepseek_v4", layers=1)
+    cache = make_cache(model, batch_size=1, max_length=50)
+    with pytest.raises(UnsupportedError, match="layer 0: one projection makes keys and values, which are not the same"):
+        cache.update(torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 32), 0)
 
 
 @pytest.mark.parametrize(
