@@ -212,7 +212,7 @@ def test_what_generate_cannot_do_with_rings_is_refused():
         ({"cache_implementation": "static"}, InvalidArgumentError, "cache_implementation: got 'static'"),
         ({"assistant_early_exit": 1}, UnsupportedError, "assistant_early_exit"),
         ({"use_cache": False}, InvalidArgumentError, "allowed: a RingCache"),
-        ({"assistant_model": model}, InvalidArgumentError, "max_length: got None.*an assistant"),
+        ({"assistant_model": model}, InvalidArgumentError, "max_length: got None.*assistant"),
     ):
         with use_rings(model), pytest.raises(error, match=message):
             model.generate(ids[:1], **wrong, **GREEDY)

@@ -32,16 +32,11 @@ class Rings:
             raise UnsupportedError(f"{type(model).__name__} has no {_HOOK}: not a model that generates")
         if _HOOK in vars(model):
             raise InvalidArgumentError("model: got one with rings; allowed: one without, call remove() first")
-        self.model, self.max_length, self.tokens_per_step, self.kv_format = (
-            model,
-            max_length,
-            tokens_per_step,
-            kv_format,
-        )
         # Refuse now what no cache could serve.
-        plan_model(
-            model, 1 if max_length is None else max_length, 1 if tokens_per_step is None else tokens_per_step, kv_format
-        )
+        length, tokens = (1 if n is None else n for n in (max_length, tokens_per_step))
+        plan_model(model, length, tokens, kv_format)
+        self.model, self.max_length = model, max_length
+        self.tokens_per_step, self.kv_format = tokens_per_step, kv_format
         switch(model, IMPLEMENTATION)
         self._spare: list[RingCache] = []  # one at most, which nobody uses
         self._made: dict[int, RingCache] = {}  # by thread, the cache of the call of `generate` that runs
@@ -127,10 +122,8 @@ class Rings:
         if config.assistant_early_exit is not None:
             raise UnsupportedError("assistant_early_exit: a cache of rings has all layers of its model")
         if model_kwargs.get(name) is not None or config.use_cache is False:
-            getattr(type(self.model), _HOOK)(
-                self.model, config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-            return
+            stock = getattr(type(self.model), _HOOK)
+            return stock(self.model, config, model_kwargs, generation_mode, batch_size, max_cache_length)
         tokens_per_step = self.tokens_per_step
         if tokens_per_step is None:
             assisted = config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
@@ -142,10 +135,9 @@ class Rings:
             tokens_per_step,
         )
         if config.is_assistant and self.max_length is None and cache.state.limit is not None:
-            raise InvalidArgumentError(
-                "max_length: got None; allowed: a number, for the full attention of an assistant"
-            )
+            raise InvalidArgumentError("max_length: got None; allowed: a number, as an assistant has full attention")
         self._made[threading.get_ident()] = model_kwargs[name] = cache
+        return None
 
     def _cache(self, batch_size: int, max_length: int, tokens_per_step: int) -> RingCache:
         """An empty cache, the spare one if it will do."""
