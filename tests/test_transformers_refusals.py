@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 
 from swa_inductor import InvalidArgumentError, UnsupportedError
-from swa_inductor.integrations.transformers import IMPLEMENTATION, NewKV, use_stock
+from swa_inductor.integrations.transformers import IMPLEMENTATION, use_stock
 
 # ---------------------------------------------------------------------------------------------------- limits
 
