@@ -221,6 +221,11 @@ def test_what_generate_cannot_do_with_rings_is_refused():
             model.generate(ids, **GREEDY)  # told by the padding token
         with pytest.raises(UnsupportedError, match="position_ids with a prompt that is padded on the right"):
             model.generate(ids, attention_mask=mask, position_ids=mask.cumsum(1) - 1, **GREEDY)
+        cache = make_cache(model, batch_size=1, max_length=99)
+        with pytest.raises(InvalidArgumentError, match="tokens_to_remove.*a larger tokens_per_step allows more"):
+            model.generate(
+                prompt(1, 20).repeat(1, 2), prompt_lookup_num_tokens=8, **{cache_kwarg(model): cache}, **GREEDY
+            )
         short = model.generate(ids[:1], return_dict_in_generate=True, **GREEDY)
         with pytest.raises(InvalidArgumentError, match="below max_length=54"):
             model.generate(short.sequences, **{cache_kwarg(model): getattr(short, cache_kwarg(model))}, **GREEDY)

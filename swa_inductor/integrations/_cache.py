@@ -113,7 +113,7 @@ class RingCache(Cache):
             "tokens_to_remove",
             f"{tokens_to_remove}, back to {left.tolist()} tokens",
             f"at most {state.shortest.max_rollback} tokens below the {state.high_water.tolist()} written, if those are "
-            f"more than R={state.shortest.rows} (W={state.shortest.window})",
+            f"more than R={state.shortest.rows} (W={state.shortest.window}); a larger tokens_per_step allows more",
         )
         state.lengths.copy_(left)
         state.columns.sub_(remove)

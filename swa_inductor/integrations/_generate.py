@@ -15,8 +15,8 @@ from swa_inductor.integrations._cache import RingCache
 from swa_inductor.integrations._layers import cache_kwarg, plan_model, switch, use_stock
 from swa_inductor.integrations._mask import IMPLEMENTATION
 
-DRAFTED_TOKENS = 32
-"""tokens_per_step where an assistant drafts, which `generate` does not name beforehand: its default is 20 drafts."""
+DRAFTED_TOKENS = 31
+"""Drafts of an assistant in a step, at most: it keeps their number, 20 by default, to itself."""
 
 _HOOK = "_prepare_cache_for_generation"
 """Method of transformers' models, 5.17 to 5.x at least, in which `generate` makes its cache."""
@@ -25,16 +25,13 @@ _HOOK = "_prepare_cache_for_generation"
 class Rings:
     """What `use_rings` has switched over; `remove`, or the end of a `with` block, switches it back."""
 
-    def __init__(
-        self, model: PreTrainedModel, max_length: int | None, tokens_per_step: int | None, kv_format: str
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, max_length: int | None, tokens_per_step: int, kv_format: str) -> None:
         if not hasattr(type(model), _HOOK):
             raise UnsupportedError(f"{type(model).__name__} has no {_HOOK}: not a model that generates")
         if _HOOK in vars(model):
             raise InvalidArgumentError("model: got one with rings; allowed: one without, call remove() first")
         # Refuse now what no cache could serve.
-        length, tokens = (1 if n is None else n for n in (max_length, tokens_per_step))
-        plan_model(model, length, tokens, kv_format)
+        plan_model(model, 1 if max_length is None else max_length, tokens_per_step, kv_format)
         self.model, self.max_length = model, max_length
         self.tokens_per_step, self.kv_format = tokens_per_step, kv_format
         switch(model, IMPLEMENTATION)
@@ -124,11 +121,9 @@ class Rings:
         if model_kwargs.get(name) is not None or config.use_cache is False:
             stock = getattr(type(self.model), _HOOK)
             return stock(self.model, config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        tokens_per_step = self.tokens_per_step
-        if tokens_per_step is None:
-            assisted = config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
-            lookup = config.prompt_lookup_num_tokens
-            tokens_per_step = lookup + 1 if lookup else DRAFTED_TOKENS if assisted else 1
+        drafting = config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+        drafted = config.prompt_lookup_num_tokens or (DRAFTED_TOKENS if drafting else 0)
+        tokens_per_step = max(self.tokens_per_step, drafted + 1)
         cache = self._cache(
             batch_size * max(config.num_beams, config.num_return_sequences),
             max(max_cache_length + 1, self.max_length or 0) + tokens_per_step - 1,  # the last drafts go beyond
@@ -167,7 +162,7 @@ def use_rings(
     model: PreTrainedModel,
     *,
     max_length: int | None = None,
-    tokens_per_step: int | None = None,
+    tokens_per_step: int = 1,
     kv_format: str = "auto",
 ) -> Rings:
     """Let `model.generate` keep its keys and values in rings: from now on it makes a RingCache for every call.
@@ -181,8 +176,8 @@ def use_rings(
         model: a decoder of sliding and full attention layers, on one device.
         max_length: tokens a sequence may grow to in the full-attention layers, where a call asks for fewer: for a cache
             that further calls go on with. Default: what the call asks for.
-        tokens_per_step: see `RingCache.from_model`: one more than the drafts of a step. Default: what the call asks
-            for; 32 with an assistant model.
+        tokens_per_step: see `RingCache.from_model`. Where a call drafts, at least one more than its drafts is taken, 32
+            with an assistant model.
         kv_format: record format; 'auto' is that of the model's dtype.
 
     Returns:
