@@ -7,21 +7,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from transformers import (
-    Cohere2Config,
-    Exaone4Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GptOssConfig,
-    GraniteSWAConfig,
-    MiMoV2FlashConfig,
-    MinistralConfig,
-    MistralConfig,
-    Olmo3Config,
-    Phi3Config,
-    PreTrainedModel,
-)
+import transformers
+from transformers import PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from swa_inductor.integrations.transformers import RingCache, cache_kwarg
@@ -43,33 +30,60 @@ SMALL = {
     "bos_token_id": 1,
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+TYPES = {"layer_types": MIXED}
+# The class of the config, by name, as not every version of transformers has it, and fields.
 CONFIGS = {
-    "gemma3": lambda: Gemma3TextConfig(**SMALL, layer_types=MIXED, query_pre_attn_scalar=64),
-    "gemma2": lambda: Gemma2Config(
-        **SMALL, layer_types=MIXED, query_pre_attn_scalar=16, attn_logit_softcapping=2.0, final_logit_softcapping=30.0
+    "gemma3": ("Gemma3TextConfig", {**TYPES, "query_pre_attn_scalar": 64}),
+    "gemma2": (
+        "Gemma2Config",
+        {**TYPES, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
     ),
-    "gpt_oss": lambda: GptOssConfig(**SMALL, layer_types=MIXED, num_local_experts=2, num_experts_per_tok=1),
-    "mistral": lambda: MistralConfig(**SMALL),
-    "olmo3": lambda: Olmo3Config(**SMALL, layer_types=MIXED),
-    "cohere2": lambda: Cohere2Config(**SMALL, layer_types=MIXED),
-    "ministral": lambda: MinistralConfig(**SMALL, layer_types=MIXED),
-    "exaone4": lambda: Exaone4Config(**SMALL, layer_types=MIXED),
-    "granite_swa": lambda: GraniteSWAConfig(**SMALL, layer_types=MIXED),
-    "phi3": lambda: Phi3Config(**{**SMALL, "head_dim": 8}),  # one projection for q, k and v
+    "gpt_oss": (  # as many query heads to a KV head as in the published ones
+        "GptOssConfig",
+        {**TYPES, "num_attention_heads": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "mistral": ("MistralConfig", {}),
+    "olmo3": ("Olmo3Config", TYPES),
+    "cohere2": ("Cohere2Config", {**TYPES, "sliding_window": 23}),
+    "ministral": ("MinistralConfig", TYPES),
+    "exaone4": ("Exaone4Config", {**TYPES, "sliding_window": 37}),
+    "granite_swa": ("GraniteSWAConfig", TYPES),
+    "phi3": ("Phi3Config", {"head_dim": 8}),  # one projection for q, k and v
     # More KV heads in sliding layers than the config says, and values shorter than keys.
-    "mimo_v2_flash": lambda: MiMoV2FlashConfig(
-        **SMALL, layer_types=MIXED, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {**TYPES, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
     # Full layers with a geometry of their own, in which keys and values have one projection.
-    "gemma4": lambda: Gemma4TextConfig(
-        **SMALL,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
-        global_head_dim=64,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=VOCAB,
-        use_bidirectional_attention="vision",  # not that of text
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_bidirectional_attention": "vision",  # not that of text
+        },
+    ),
+    # One vector is key and value.
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention"] * 3,
+            "mlp_layer_types": ["moe"] * 3,
+            "partial_rotary_factor": 0.25,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+        },
     ),
 }
 
@@ -84,13 +98,18 @@ def small_runs():
     torch.set_num_threads(threads)
 
 
-def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers: int = 3) -> PreTrainedModel:
+def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers: int = 3, **changes) -> PreTrainedModel:
+    """Random weights; skips the test where this version of transformers has no such model."""
     torch.manual_seed(0)
-    config = CONFIGS[name]()
-    if layers < config.num_hidden_layers:
-        config.num_hidden_layers = layers
-        if name not in ("mistral", "phi3"):
-            config.layer_types = config.layer_types[:layers]
+    class_name, fields = CONFIGS[name]
+    config_class = getattr(transformers, class_name, None)
+    if config_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+    fields = {**SMALL, **fields, "num_hidden_layers": layers, **changes}
+    for per_layer in ("layer_types", "mlp_layer_types"):
+        if per_layer in fields:
+            fields[per_layer] = fields[per_layer][:layers]
+    config = config_class(**fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("sinks"):

@@ -174,7 +174,10 @@ def test_module_entry_point() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec(demo.PACKAGED_MODEL) is None, reason="needs the extra 'demo'")
-def test_real_weights(tmp_path: Path) -> None:
+def test_real_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo, then `generate` of the same model with drafts: loading it takes most of the time."""
+    load, loaded = demo.load, []
+    monkeypatch.setattr(demo, "load", lambda *arguments: loaded.append(load(*arguments)) or loaded[-1])
     report = tmp_path / "figures.json"
     code, output = invoke("--device", "cpu", "--new-tokens", 16, "--stock", "eager", "--json", report)
     assert code == 0, output
@@ -182,3 +185,16 @@ def test_real_weights(tmp_path: Path) -> None:
     assert figures["agreement"]["identical"]
     assert figures["ours"]["compiles"] == 1
     assert figures["prompt_tokens"][0] > 600
+
+    from swa_inductor.integrations.transformers import use_rings, use_stock
+
+    ((tokenizer, model),) = loaded
+    use_stock(model)
+    ids, _ = demo.build_prompts(tokenizer, model, 1)
+    steps: list[int] = []
+    model.register_forward_hook(lambda *arguments: steps.append(1))
+    use_rings(model)
+    out = model.generate(ids, do_sample=False, max_new_tokens=16, prompt_lookup_num_tokens=5)
+    got, want = out[0, ids.shape[1] :].tolist(), figures["stock"]["tokens"][0]
+    assert tokenizer.decode(got) == tokenizer.decode(want) and got == want
+    assert len(steps) < 16  # drafts were accepted

@@ -33,10 +33,14 @@ def test_the_transformers_lines_run() -> None:
         max_position_embeddings=4096,
     )
     model = transformers.Gemma3ForCausalLM(config).eval()
-    (lines,) = [b for b in BLOCKS if "RingCache" in b]
+    (one_line,) = [b for b in BLOCKS if "use_rings" in b]
+    (own_forward,) = [b for b in BLOCKS if "RingCache" in b]
     scope = {"model": model, "input_ids": torch.randint(0, 64, (1, 12))}
-    exec(compile(lines.replace("max_new_tokens=64", "max_new_tokens=3"), "README.md", "exec"), scope)
-    assert scope["cache"].cache_bytes > 0
+    exec(compile(one_line.replace("max_new_tokens=64", "max_new_tokens=3"), "README.md", "exec"), scope)
+    assert model.config._attn_implementation != "swa_ring"
+    with torch.no_grad():
+        exec(compile(own_forward, "README.md", "exec"), scope)
+    assert scope["cache"].cache_bytes > 0 and scope["logits"].shape == (1, 12, 64)
 
 
 def test_the_deepseek_lines_run() -> None:

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 
 from swa_inductor import InvalidArgumentError, UnsupportedError
-from swa_inductor.integrations.transformers import IMPLEMENTATION, NewKV, use_stock
+from swa_inductor.integrations.transformers import IMPLEMENTATION, use_stock
 
 # ---------------------------------------------------------------------------------------------------- limits
 
@@ -77,8 +77,8 @@ def test_other_caches_and_batches_are_refused():
     for wrong in (prompt(1, 20), prompt(3, 20)):
         with pytest.raises(InvalidArgumentError, match="batch size"):
             forward(model, cache, wrong)
-    for call in (cache.reorder_cache, cache.batch_repeat_interleave, cache.batch_select_indices):
-        with pytest.raises(UnsupportedError, match="beam search"):
+    for call in (cache.batch_repeat_interleave, cache.batch_select_indices):
+        with pytest.raises(UnsupportedError, match="no change of the batch"):
             call(torch.tensor([0]))
     with pytest.raises(UnsupportedError, match="RingCache"):
         cache.layers[0].reset()
@@ -142,9 +142,9 @@ def test_padding_masks_that_do_not_fit_are_refused():
 
 
 def test_new_keys_and_values_are_no_tensor_but_a_tuple_like_others():
-    new = NewKV(None, torch.empty(2), torch.empty(3))
+    new, _ = make_cache(make_model(layers=1), batch_size=2, max_length=9).update(torch.empty(2), torch.empty(3), 0)
     assert [x.shape[0] for x in new[1:]] == [2, 3] and not hasattr(new, "nonsense")
-    assert copy.copy(new) == new and new._replace(k=None).k is None
+    assert copy.copy(new).k is new.k and new._replace(k=None).k is None
     with pytest.raises(InvalidArgumentError, match="'shape'"):
         new.shape  # noqa: B018
 
@@ -185,7 +185,6 @@ def test_training_is_refused():
     [
         ({"layer_types": ["sliding_attention", "linear_attention", "full_attention"]}, "layer 1 is 'linear_attention'"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer 0 is 'chunked_attention'"),
-        ({"layer_types": ["compressed_sparse_attention"] * 3}, "compressed_sparse_attention"),
         ({"num_kv_shared_layers": 1}, "share"),
         ({"kv_lora_rank": 8}, "latent"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
@@ -200,6 +199,21 @@ def test_models_that_rings_cannot_serve_are_refused(change, reason):
     with pytest.raises(UnsupportedError, match=reason):
         make_cache(model, batch_size=1, max_length=50)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
+def test_compressed_layers_are_refused(kind):
+    model = make_model("deepseek_v4", layer_types=["sliding_attention", kind, "sliding_attention"])
+    with pytest.raises(UnsupportedError, match=f"deepseek_v4: layer 1 is '{kind}', whose compressed keys are no ring"):
+        make_cache(model, batch_size=1, max_length=50)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_projection_of_keys_and_values_that_differ_is_refused():
+    model = make_model("deepseek_v4", layers=1)
+    cache = make_cache(model, batch_size=1, max_length=50)
+    with pytest.raises(UnsupportedError, match="layer 0: one projection makes keys and values, which are not the same"):
+        cache.update(torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 32), 0)
 
 
 @pytest.mark.parametrize(

@@ -42,20 +42,20 @@ def plan_layers(model: PreTrainedModel, max_length: int, tokens_per_step: int, k
     plans = []
     for index, (layer_type, layer) in enumerate(zip(types, layers, strict=True)):
         if layer_type not in ("sliding_attention", "full_attention"):
-            raise UnsupportedError(f"{name}: layer {index} is {layer_type!r}; rings serve sliding and full attention")
+            why = ", whose compressed keys are no ring" if "compressed" in layer_type else ""
+            raise UnsupportedError(
+                f"{name}: layer {index} is {layer_type!r}{why}; rings serve sliding and full attention"
+            )
         if modules and index not in modules:
             raise UnsupportedError(f"{name}: layer {index} has no attention module with keys of its own")
         sliding = layer_type == "sliding_attention"
         seen = layer.sliding_window if sliding else max_length
         require(isinstance(seen, int) and seen >= 1, "sliding_window", seen, "an integer of at least 1")
-        num_kv_heads, head_dim, v_head_dim = _heads(layer, modules.get(index))
         spec = RingSpec(
             window=min(seen, max_length),
             tokens_per_step=tokens_per_step,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            v_head_dim=v_head_dim,
             kv_format=kv_format,
+            **_heads(layer, modules.get(index)),
         )
         plans.append(LayerPlan(spec, sliding, bounded=not sliding or seen > max_length))
     return plans
@@ -66,24 +66,34 @@ def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     modules: dict[int, Module] = {}
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and hasattr(getattr(module, "k_proj", None), "out_features"):
+        if isinstance(index, int) and _features(module, "k_proj", "kv_proj"):
             modules.setdefault(index, module)
     return modules
 
 
-def _heads(config: Any, module: Any) -> tuple[int, int, int]:
-    """(KV heads, head dim, V head dim) of a layer: of its projections where it has them, else of its config."""
+def _features(module: Any, *names: str) -> int | None:
+    """Features of the first of these projections that a module has."""
+    found = (getattr(getattr(module, name, None), "out_features", None) for name in names)
+    return next((features for features in found if features is not None), None)
+
+
+def _heads(config: Any, module: Any) -> dict[str, Any]:
+    """KV heads and head dims of a RingSpec: those of the layer's projections where it has them, else of its config."""
     head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if module is None:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return num_kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
-    keys = module.k_proj.out_features
-    values = getattr(getattr(module, "v_proj", None), "out_features", keys)  # without one, they are made of the keys
+        v_head_dim = getattr(config, "v_head_dim", None) or head_dim
+        return {"head_dim": head_dim, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
+    keys = _features(module, "k_proj", "kv_proj")
+    assert keys is not None  # _attention_modules
+    values = _features(module, "v_proj") or keys  # without one, they are made of the keys
     num_kv_heads = keys // head_dim
     if num_kv_heads == 0 or keys % head_dim or values % num_kv_heads:
         raise UnsupportedError(f"{config.model_type}: {keys} key and {values} value features, head_dim {head_dim}")
-    return num_kv_heads, head_dim, values // num_kv_heads
+    heads = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
+    shared = _features(module, "k_proj") is None  # one vector is key and value; RingLayer.update sees whether it is
+    return heads | ({"shared_kv": True} if shared else {"v_head_dim": values // num_kv_heads})
 
 
 def _layer_type(config: Any) -> str:

@@ -22,7 +22,7 @@ from swa_inductor import api, api_store, records
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._geometry import LayerPlan, plan_layers
 from swa_inductor.integrations._mask import IMPLEMENTATION, raise_other_implementation, ring_positions
-from swa_inductor.integrations._prefill import attend_new, token_rows
+from swa_inductor.integrations._prefill import attend_new, kv_rows, token_rows
 from swa_inductor.integrations._state import RingState, SlotState
 
 _OTHER_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "position_bias", "indices", "block_indices", "sinks")
@@ -38,6 +38,8 @@ class NewKV(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         """Raise what says the cause, where another attention function takes this for a tensor."""
+        if name == "shape" and self.layer.spec.shared_kv:
+            return self.k.shape  # DeepSeek-V4 asks whether compressed keys stand behind these
         if hasattr(Tensor, name) and not name.startswith("_"):
             raise_other_implementation(f"{name!r} of the keys or values")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -64,6 +66,8 @@ class RingLayer(CacheLayerMixin):
         """Take the new key_states [B, H_kv, q_len, D] and value_states [B, H_kv, q_len, Dv] along. Writes nothing."""
         got, wanted = key_states.shape[0], self.batch_size
         require(got == wanted, "batch size", got, f"{wanted}, what the cache was built for")
+        if self.spec.shared_kv and key_states is not value_states:
+            raise UnsupportedError(f"layer {self.index}: one projection makes keys and values, which are not the same")
         new = NewKV(self, key_states, value_states)
         return new, new
 
@@ -80,7 +84,7 @@ class RingLayer(CacheLayerMixin):
         return self.spec.window if self.plan.bounded else -1
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError("a RingLayer is part of a RingCache or SlotCache: use that; no beam search, no offload")
+        raise UnsupportedError("a RingLayer is part of a RingCache or SlotCache: use that; no offload")
 
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
 
@@ -121,6 +125,13 @@ def switch(model: PreTrainedModel, implementation: str) -> None:
         raise UnsupportedError(f"{type(model).__name__} does not let its attention implementation be set")
     if implementation == IMPLEMENTATION != former:
         model._swa_former_implementation = former
+
+
+def use_stock(model: PreTrainedModel) -> None:
+    """Give the model the attention implementation back that it had before `RingCache.from_model`."""
+    former = model.__dict__.pop("_swa_former_implementation", None)
+    if former is not None:
+        switch(model, former)
 
 
 def ring_attention(
@@ -174,7 +185,7 @@ def ring_attention(
     scale = spec.head_dim**-0.5 if scaling is None else scaling
     options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": s_aux}
     if new.decode is not None:
-        api_store.store(token_rows(k), token_rows(v), layer.ring, new.state_ids, new.positions, spec=spec)
+        api_store.store(*kv_rows(k, v, spec), layer.ring, new.state_ids, new.positions, spec=spec)
         rows = api.attention(
             token_rows(query),
             layer.ring,
@@ -188,7 +199,7 @@ def ring_attention(
         out = rows.unflatten(0, (batch, q_len))
     else:
         out = attend_new(query, k, v, layer.ring, state, new, positions, **options)
-        api_store.store(token_rows(k), token_rows(v), layer.ring, new.state_ids, new.positions, spec=spec)
+        api_store.store(*kv_rows(k, v, spec), layer.ring, new.state_ids, new.positions, spec=spec)
     if layer.last:
         state.advance(positions)
     return out, None

@@ -34,7 +34,7 @@ def attend_new(
     options: dict[str, Any] = {"spec": spec, "scale": scale, "softcap": softcap, "sinks": sinks}
     if torch.compiler.is_compiling() or (isinstance(state, SlotState) and not may_sync(positions)):
         # One kernel, and one graph for prompts of any length. Eager code of the op gathers W keys for every token.
-        kv: tuple[Tensor, Tensor | None] = (token_rows(k), token_rows(v))
+        kv = kv_rows(k, v, spec)
         if records.RAW_DTYPES.get(spec.kv_format) != k.dtype:
             # As they will be read back. Writes nothing: no token has a slot.
             kv = api_store.store_cast_back(*kv, ring, torch.full_like(new.state_ids, -1), new.positions, spec=spec)
@@ -54,3 +54,8 @@ def attend_new(
 def token_rows(x: Tensor) -> Tensor:
     """[B, H, n, D] -> [B * n, H, D], the tokens of a sequence together."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def kv_rows(k: Tensor, v: Tensor, spec: RingSpec) -> tuple[Tensor, Tensor | None]:
+    """`token_rows` of keys and values, as the ops take them: no values where they are the keys."""
+    return token_rows(k), None if spec.shared_kv else token_rows(v)
