@@ -193,6 +193,11 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that deepseek_v4_parallel has split, or all of it."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 class SlidingAttention(nn.Module):
     """Attention layer without compressed keys; its parts serve layers with them as well.
 
@@ -298,7 +303,7 @@ class SlidingAttention(nn.Module):
     def queries(self, q_a: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """q_a [T, q_lora_rank], normalised -> q [T, num_heads, head_dim], normalised and rotated."""
         cos, sin = turns
-        q = self.q_b(q_a).unflatten(-1, (self.config.num_heads, -1))
+        q = self.q_b(q_a).unflatten(-1, (-1, self.config.head_dim))
         if self.config.q_norm:
             q = rms_norm(q, None, self.config.rms_eps)
         return rotate_pairs(q, cos[:, None], sin[:, None])
@@ -310,8 +315,9 @@ class SlidingAttention(nn.Module):
         """
         cos, sin = turns
         out = rotate_pairs(out, cos[:, None], -sin[:, None])
-        groups = out.flatten(1).unflatten(1, (self.config.o_groups, -1)).transpose(0, 1)
-        return self.o_b(torch.bmm(groups, self.o_a.transpose(1, 2)).transpose(0, 1).flatten(1))
+        o_a = local(self.o_a)
+        groups = out.flatten(1).unflatten(1, (len(o_a), -1)).transpose(0, 1)
+        return self.o_b(torch.bmm(groups, o_a.transpose(1, 2)).transpose(0, 1).flatten(1))
 
     def forward(
         self,
@@ -346,7 +352,7 @@ class SlidingAttention(nn.Module):
         turns = self.turns(positions)
         q_a, kv = self.project(x)
         where, eps = (cache, state_ids, positions), self.config.rms_eps
-        options: dict[str, Any] = {"spec": self.spec, "sinks": self.sinks, "valid_start": valid_start}
+        options: dict[str, Any] = {"spec": self.spec, "sinks": local(self.sinks), "valid_start": valid_start}
         if q_starts is None:
             q_a = api_store.norm_store(q_a, kv, None, *where, x_eps=eps, x_weight=self.q_a_norm, **self.stored)
             q = self.queries(q_a, turns)
