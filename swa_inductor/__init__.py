@@ -5,9 +5,8 @@ Importing the package registers the ops (`torch.ops.swa_inductor.*`) and their I
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from swa_inductor import lowerings as _lowerings  # noqa: F401  registers the ops and their lowerings
+from swa_inductor import sharding as _sharding  # noqa: F401  registers how the ops run on DTensors
 from swa_inductor.api import (
     attention,
     attention_index,
@@ -24,9 +23,6 @@ from swa_inductor.errors import InvalidArgumentError, OutOfSlotsError, Unsupport
 from swa_inductor.metadata import DecodeMetadata, PrefillMetadata, PreparedDecode
 from swa_inductor.spec import RawRingSpec, RingSpec
 from swa_inductor.state import Slot, SlotAllocator, StateLayout
-
-if torch.distributed.is_available():
-    from swa_inductor import sharding as _sharding  # noqa: F401  registers how the ops run on DTensors
 
 if TYPE_CHECKING:
     from swa_inductor.explanation import explain

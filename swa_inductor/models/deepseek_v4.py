@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from swa_inductor import api, api_store
 from swa_inductor.errors import require
@@ -195,7 +196,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter that deepseek_v4_parallel has split, or all of it."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class SlidingAttention(nn.Module):
