@@ -400,14 +400,9 @@ def check_sequences(
     require(sum(q_lens) <= num_tokens, "q_lens", f"{sum(q_lens)} tokens", f"num_tokens={num_tokens} at most")
 
 
-def traced(t: torch.Tensor) -> bool:
-    """Whether a tensor stands for those of later calls: it has no values, and its sizes may be symbols."""
-    return isinstance(t, FakeTensor)
-
-
 def readable(t: torch.Tensor) -> bool:
     """Whether values can be read without a device synchronisation: a real tensor on the CPU."""
-    return t.device.type == "cpu" and not traced(t)
+    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
 
 
 def check_values(
