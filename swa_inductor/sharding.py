@@ -81,6 +81,10 @@ def _split_heads(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> tuple[list[
     placements = getattr(tensors[lead], "placements", None)
     allowed = f"Shard({KV_HEADS[lead]}) where q is split, as each part of it has {kv_heads} KV heads"
     require(kv_heads == 1 or queries == keys, f"{lead} placements", placements, allowed)
+    # Heads are dealt out dim by dim: those of the queries of a KV head stay together if KV heads are dealt out first.
+    order = [key for key, query in zip(keys, queries, strict=True) if query]
+    first = "KV heads split over the first of the mesh dims that split query heads"
+    require(order == sorted(order, reverse=True), f"{lead} placements", placements, first)
     parts = math.prod(n for n, split in zip(mesh.shape, queries, strict=True) if split)
     require(q.shape[1] % parts == 0, "q heads", q.shape[1], f"a multiple of the {parts} ranks that share them")
     return keys, queries

@@ -119,23 +119,22 @@ def check_refusals(mesh: DeviceMesh) -> None:
         ("attention", {"cache": odd}, "cache heads: got 3; allowed: a multiple of the 2 ranks"),
         ("attention", {"sinks": partial}, r"sinks placements: got \(Partial\(sum\),\)"),
         ("attention", {"positions": distribute_tensor(x["positions"], mesh, [Shard(0)])}, "positions placements"),
-        ("attention", {"q": distribute_tensor(x["q"][:, :, :], mesh, [Shard(0)])}, "q placements"),
+        ("attention", {"q": distribute_tensor(x["q"], mesh, [Shard(0)])}, "q placements"),
         ("attention", {"sinks": distribute_tensor(x["sinks"], other, [Replicate()] * 2)}, "sinks: got .*mesh"),
         ("store", {"cache": whole["cache"]}, r"k placements: got \(Shard\(dim=1\),\); allowed: \(Replicate\(\),\)"),
     ]
     before = x["cache"].clone()
     for name, changes, message in wrong:
-        args = {**right, "valid_start": None, **changes}
+        args = {**right, **changes}
         fn, names = (store_op(case), STORE_ARGS) if name == "store" else (attention_op(case), ATTENTION_ARGS)
         with pytest.raises(swa.InvalidArgumentError, match=message):
-            fn(*(args[n] for n in names))
+            fn(*map(args.get, names))
     assert_same(right["cache"].full_tensor(), before)
     assert_same(whole["cache"].full_tensor(), before)
     # A replicated argument counts as any part of itself.
-    out, _ = attention_op(case)(
-        *({**right, "valid_start": None, "q": whole["q"], "sinks": whole["sinks"]}[n] for n in ATTENTION_ARGS)
-    )
-    want, _ = attention_op(case)(*({**x, "valid_start": None}[n] for n in ATTENTION_ARGS))
+    ours = {**right, "q": whole["q"], "sinks": whole["sinks"]}
+    out, _ = attention_op(case)(*map(ours.get, ATTENTION_ARGS))
+    want, _ = attention_op(case)(*map({**x, "valid_start": None}.get, ATTENTION_ARGS))
     torch.testing.assert_close(out.full_tensor(), want)
 
 
@@ -153,6 +152,11 @@ def check_two_dims(mesh: DeviceMesh) -> None:
     want = attention_op(case)(x["q"], cache, x["state_ids"], x["positions"], None, x["sinks"])
     for part, expected in zip((out, lse), want, strict=True):
         torch.testing.assert_close(part.full_tensor(), expected)
+    grid = init_device_mesh(mesh.device_type, (RANKS, 1))  # the other way round heads would not belong together
+    q, sinks = (DTensor.from_local(t.to_local(), grid, t.placements) for t in (q, sinks))
+    rings = distribute_tensor(cache, grid, [Replicate(), Shard(2)])
+    with pytest.raises(swa.InvalidArgumentError, match="cache placements: .* KV heads split over the first"):
+        attention_op(case)(q, rings, x["state_ids"], x["positions"], None, sinks)
 
 
 def check_ops(mesh: DeviceMesh) -> None:
