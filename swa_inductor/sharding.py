@@ -33,14 +33,16 @@ KV_RESULTS = {"gather", "store_cast_back"}
 """Ops whose results have KV heads, in dim 1."""
 
 
-def run_on_shards(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> Any:
+def run_on_shards(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`op` on the local parts of its arguments, as DTensors; some are DTensors of one mesh.
 
     Raises:
         InvalidArgumentError: naming the argument whose mesh or placements do not fit, or whose heads do not divide.
     """
-    # Options come as keywords, whose tensors are bound by name like those of the schema: new ones need no rule.
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs or {})
+    kwargs = kwargs or {}
+    # By name: an argument that is added to an op needs no rule unless it has heads.
+    names = [argument.name for argument in op._schema.arguments][: len(args)]
+    named = dict(zip(names, args, strict=True)) | kwargs
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     mesh = next(t for t in tensors.values() if isinstance(t, DTensor)).device_mesh
     for name, t in tensors.items():
@@ -49,11 +51,9 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwarg
         came = t.device_mesh if isinstance(t, DTensor) else "a plain tensor"
         require(ok, name, came, f"a DTensor on the mesh of the others, {mesh}")
     keys, queries = _split_heads(tensors, mesh)
-    local = {name: _local(name, t, _wanted(name, keys, queries)) for name, t in tensors.items()}
-    given = {**named, **local}
-    names = list(given)[: len(args)]
+    given = named | {name: _local(name, t, _wanted(name, keys, queries)) for name, t in tensors.items()}
     with torch.no_grad():
-        out = op(*(given[name] for name in names), **{name: given[name] for name in kwargs or {}})
+        out = op(*(given[name] for name in names), **{name: given[name] for name in kwargs})
     if "q" in tensors:
         heads = queries
     else:
