@@ -6,6 +6,7 @@ Importing the package registers the ops (`torch.ops.swa_inductor.*`) and their I
 from typing import TYPE_CHECKING, Any
 
 from swa_inductor import lowerings as _lowerings  # noqa: F401  registers the ops and their lowerings
+from swa_inductor import sharding as _sharding  # noqa: F401  registers how the ops run on DTensors
 from swa_inductor.api import (
     attention,
     attention_index,

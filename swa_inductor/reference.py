@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from swa_inductor import records, reference_inline
+from swa_inductor import checks, records, reference_inline
 
 # ---------------------------------------------------------------------------------------------------- ring
 
@@ -90,8 +91,16 @@ def _attend_columns(
     softcap: float | None,
     compute_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` over `width` columns per query, a bounded number of queries at a time."""
+    """`attend` over `width` columns per query, a bounded number of queries at a time; all at once where traced."""
     tokens, heads, dim = q.shape
+
+    def attend_part(part: slice) -> tuple[Tensor, Tensor]:
+        seen = visible(part)
+        k, v = fetch(part, seen)
+        return attend(q[part].to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype), seen, sinks, scale, softcap)
+
+    if isinstance(q, FakeTensor):  # its sizes may be symbols, of which no loop can be made
+        return attend_part(slice(None))
     out = q.new_empty((tokens, heads, v_dim), dtype=compute_dtype)
     lse = q.new_empty((tokens, heads), dtype=compute_dtype)
     if width == 0:
@@ -99,22 +108,18 @@ def _attend_columns(
     chunk = max(1, _CHUNK_VALUES // (width * kv_heads * max(dim, v_dim)))
     for t in range(0, tokens, chunk):
         part = slice(t, t + chunk)
-        seen = visible(part)
-        k, v = fetch(part, seen)
-        out[part], lse[part] = attend(
-            q[part].to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype), seen, sinks, scale, softcap
-        )
+        out[part], lse[part] = attend_part(part)
     return out, lse
 
 
 def _longest(n: Tensor, window: int) -> int:
-    """Most visible keys of any query. Free to read on the CPU; on a device it would be a synchronisation."""
-    return (int(n.max()) if n.numel() else 0) if n.device.type == "cpu" else window
+    """Most visible keys of any query, where that is free to read."""
+    return (int(n.max()) if n.numel() else 0) if checks.readable(n) else window
 
 
 def _lone_slot(state_ids: Tensor, slots: int) -> int | None:
-    """The slot of all rows of a decode step of one sequence on the CPU, where reading it is free; else None."""
-    if state_ids.device.type != "cpu" or not 1 <= state_ids.numel() <= 16:
+    """The slot of all rows of a decode step of one sequence, where that is free to read; else None."""
+    if not checks.readable(state_ids) or not 1 <= state_ids.numel() <= 16:
         return None
     ids = set(state_ids.tolist())
     slot = ids.pop()
@@ -335,8 +340,8 @@ def attend(
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~visible[:, None, None, :], -math.inf)
-    # 0 * NaN is NaN: values that no number is leave V. On the CPU, most calls can be seen to hold none in one pass.
-    if v.device.type != "cpu" or not v.sum().isfinite():
+    # 0 * NaN is NaN: values that no number is leave V. Where V is readable, most calls can be seen to hold none.
+    if not checks.readable(v) or not v.sum().isfinite():
         finite = v.isfinite()
         broken = visible[:, None, :] & ~finite.all(-1).transpose(1, 2)  # [T, H_kv, N]
         s = s.masked_fill(broken[:, :, None, :], math.nan)

@@ -28,8 +28,10 @@ from torch._inductor.select_algorithm import (
 )
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from swa_inductor.errors import UnsupportedError
+from swa_inductor.meta._library import NAMESPACE, OPS
 
 __all__ = [
     "HeuristicType",
@@ -65,15 +67,23 @@ if not SUPPORTED_TORCH[0] <= _version <= SUPPORTED_TORCH[1]:
 
 
 def lower(op: Any, *, cuda: Callable[..., Any], cpu: Callable[..., Any] | None) -> None:
-    """Register the lowering of an op: `cuda` builds a Triton template, `cpu` builds IR; None leaves the op a call."""
+    """Register the lowering of an op: `cuda` builds a Triton template, `cpu` builds IR; None leaves the op a call.
+
+    A package of AOTInductor calls no Python: there the eager implementation is lowered in place of such a call. It may
+    then read no value, takes all tokens at once, and is slower for it.
+    """
     call_op = fallback_handler(op, add_to_fallback_set=False)
+    eager = OPS[op.name().removeprefix(f"{NAMESPACE}::").removesuffix(".default")]
+
+    def without_template(*args: Any, **kwargs: Any) -> Any:
+        return _inline_call(eager, args, kwargs) if V.graph.aot_mode else call_op(*args, **kwargs)
 
     def lowering(*args: Any, **kwargs: Any) -> Any:
         device = next(a for a in args if isinstance(a, ir.TensorBox)).get_device_or_error()
         if device.type == "cuda":
             return cuda(*args, **kwargs)
         if device.type == "cpu":
-            return (cpu or call_op)(*args, **kwargs)
+            return (cpu or without_template)(*args, **kwargs)
         raise UnsupportedError(f"{op}: got tensors on {device}; allowed: cuda, cpu")
 
     register_lowering(op, type_promotion_kind=None)(lowering)
@@ -218,6 +228,19 @@ def inline(fn: Callable[..., Any], *nodes: Any, recompute: bool = False) -> Any:
         graph = make_fx(call, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
     with config.patch(_RECOMPUTE if recompute else {}):
         return inline_subgraph_to_ir_nodes(graph, present, "swa_inline")
+
+
+def _inline_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`inline` of fn(*args, **kwargs), where any argument may be an IR node."""
+    leaves, form = tree_flatten((args, kwargs))
+    nodes = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ir.IRNode)}
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = dict(zip(nodes, tensors, strict=True))
+        args, kwargs = tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], form)
+        return fn(*args, **kwargs)
+
+    return inline(call, *nodes.values())
 
 
 def arange(length: Any, device: torch.device) -> Any:

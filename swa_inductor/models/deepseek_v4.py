@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from swa_inductor import api, api_store
@@ -183,6 +184,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (y if weight is None else y * weight.float()).to(x.dtype)
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that deepseek_v4_parallel has split, or all of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 class SlidingAttention(nn.Module):
     """Attention layer without compressed keys; its parts serve layers with them as well.
 
@@ -272,17 +278,18 @@ class SlidingAttention(nn.Module):
 
     def queries(self, q_a: Tensor) -> Tensor:
         """q_a [T, q_lora_rank], normalised -> q [T, num_heads, head_dim], not yet normalised or rotated."""
-        return self.q_b(q_a).unflatten(-1, (self.config.num_heads, -1))
+        return self.q_b(q_a).unflatten(-1, (-1, self.config.head_dim))
 
     def output(self, out: Tensor) -> Tensor:
         """Attention output [T, num_heads, head_dim], turned back -> [T, hidden_size]."""
-        groups = out.flatten(1).unflatten(1, (self.config.o_groups, -1))
+        o_a = local(self.o_a)
+        groups = out.flatten(1).unflatten(1, (len(o_a), -1))
         if statically_known_true(out.shape[0] % 8 == 0):
             # Groups times tokens: what the second product reads is there without a copy. Where rows of T values do not
             # start at multiples of 16 bytes, that product is slower than the copy (77 us against 47 for 6 tokens, H200,
             # 2026-11-30).
-            return self.o_b(torch.bmm(self.o_a, groups.permute(1, 2, 0)).flatten(0, 1).t())
-        return self.o_b(torch.bmm(groups.transpose(0, 1), self.o_a.transpose(1, 2)).transpose(0, 1).flatten(1))
+            return self.o_b(torch.bmm(o_a, groups.permute(1, 2, 0)).flatten(0, 1).t())
+        return self.o_b(torch.bmm(groups.transpose(0, 1), o_a.transpose(1, 2)).transpose(0, 1).flatten(1))
 
     def forward(
         self,
@@ -316,7 +323,7 @@ class SlidingAttention(nn.Module):
         assert cache is not None
         q_a, kv = self.project(x)
         where, eps = (cache, state_ids, positions), self.config.rms_eps
-        options = {**self.asked, "sinks": self.sinks, "valid_start": valid_start}
+        options = {**self.asked, "sinks": local(self.sinks), "valid_start": valid_start}
         if q_starts is None:
             q_a = api_store.norm_store(q_a, kv, None, *where, x_eps=eps, x_weight=self.q_a_norm, **self.stored)
             q = self.queries(q_a)
