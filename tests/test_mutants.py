@@ -5,6 +5,7 @@ What the checks are good for: a suite that a mutant passes would not have found 
 
 from __future__ import annotations
 
+import re
 import itertools
 import math
 from collections.abc import Callable
@@ -253,7 +254,11 @@ MUTANTS = {
     "W + 1, prefill": ("attention_prefill", check_prefill, *WIDER),
     "W - 1, prefill": ("attention_prefill", check_prefill, *NARROWER),
     "no valid_start": ("attention", partial(check_attention, case=STARTING), *NO_START),
-    "no valid_start, prefill": ("attention_prefill", partial(check_prefill, case=STARTING), *NO_START),
+    "no valid_start, prefill": (
+        "attention_prefill",
+        partial(check_prefill, case=STARTING),
+        *(text.replace("inside", "{{p}}inside").replace("token", "{{p}}token") for text in NO_START),
+    ),
     "scales rounded down": ("store", check_store, "((amax & 0x7FFFFF) > 0x600000).to(tl.int32)", "0"),
     "RoPE turns back": ("norm_store", check_norm_store, "a * cos - b * sin", "a * cos + b * sin"),
     "halves turn back": (
@@ -325,5 +330,7 @@ def test_offsets_in_32_bits(tmp_path: Path, path: Path) -> None:
     check = test_structure.test_offsets_are_64_bit_before_they_are_multiplied
     check(path)
     mutant = tmp_path / path.name
-    mutant.write_text(path.read_text().replace("slot.to(tl.int64)", "slot").replace("// R).to(tl.int64)", "// N)"))
+    mutant.write_text(
+        re.sub(r"slot\.to\([tg]l\.int64\)", "slot", path.read_text()).replace("// R).to(tl.int64)", "// N)")
+    )
     assert mutant.read_text() != path.read_text() and fails(check, mutant)
