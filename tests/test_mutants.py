@@ -5,9 +5,9 @@ What the checks are good for: a suite that a mutant passes would not have found 
 
 from __future__ import annotations
 
-import re
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
