@@ -340,13 +340,13 @@ def test_nan_in_q_stays_in_its_row(name: str) -> None:
 
 
 def test_layout_change_behind_attention_is_right() -> None:
-    """E1: an epilogue that permutes or has two readers is right, fused or not."""
+    """E1, E2: an epilogue that permutes or has two readers, behind a q that is looked up, is right, fused or not."""
     case = BY_NAME["gemma3"]
     x = decode_inputs(case)
-    args = [x[n] for n in ATTENTION_ARGS]
+    args = [torch.arange(len(x["q"])).flip(0), *(x[n] for n in ATTENTION_ARGS)]
 
-    def fn(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = attention_op(case, return_lse=False)(*args)
+    def fn(rows: torch.Tensor, q: torch.Tensor, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = attention_op(case, return_lse=False)(q[rows], *args)
         return out.transpose(0, 1).contiguous() * 2, out.view(len(out), -1).float()
 
     code = generate_code(fn, *args)
