@@ -97,7 +97,10 @@ def test_reference_is_the_formula(case: Case) -> None:
 
 @every_case
 def test_generated_source(case: Case) -> None:
-    """The kernel that an sm_90 GPU would run, executed: right against fp64, pad rows 0 and -inf."""
+    """The kernel that an sm_90 GPU would run, executed: right against fp64, pad rows 0 and -inf.
+
+    E6: with dims of 96 and 192, values of 128 beside keys of 192, groups of 3 heads, windows from 1 to 512.
+    """
     x = decode_inputs(case)
     args = [x[name] for name in ATTENTION_ARGS]
     code = generate_code(attention_op(case), *args)
@@ -337,13 +340,13 @@ def test_nan_in_q_stays_in_its_row(name: str) -> None:
 
 
 def test_layout_change_behind_attention_is_right() -> None:
-    """E1: an epilogue that permutes or has two readers is right, fused or not."""
+    """E1, E2: an epilogue that permutes or has two readers, behind a q that is looked up, is right, fused or not."""
     case = BY_NAME["gemma3"]
     x = decode_inputs(case)
-    args = [x[n] for n in ATTENTION_ARGS]
+    args = [torch.arange(len(x["q"])).flip(0), *(x[n] for n in ATTENTION_ARGS)]
 
-    def fn(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = attention_op(case, return_lse=False)(*args)
+    def fn(rows: torch.Tensor, q: torch.Tensor, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = attention_op(case, return_lse=False)(q[rows], *args)
         return out.transpose(0, 1).contiguous() * 2, out.view(len(out), -1).float()
 
     code = generate_code(fn, *args)

@@ -1,4 +1,4 @@
-"""Compile caches notice an edited template: two processes, one cache directory (C7)."""
+"""Compile caches notice an edited template: two processes, one cache directory."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def run(package_parent: Path, cache: Path) -> tuple[str, int]:
 
 
 def test_an_edited_rule_misses_the_cache(tmp_path: Path) -> None:
+    """C7: the same op by name, its meaning changed by an offset of one row."""
     shutil.copytree(Path(swa_inductor.__file__).parent, tmp_path / "copy" / "swa_inductor")
     first, _ = run(tmp_path / "copy", tmp_path / "cache")
     again, hits = run(tmp_path / "copy", tmp_path / "cache")

@@ -234,7 +234,7 @@ def test_no_cache_sized_copy_on_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("static", [(), (0,)], ids=["argument", "static"])
 @pytest.mark.parametrize("reuse", [True, False])
 def test_no_cache_sized_copy_on_a_gpu(name: str, static: tuple, reuse: bool) -> None:
-    """C1, C6: one kernel per op, in order, no allocation of the cache's size; buffer reuse changes nothing."""
+    """C1, C4, C6: one kernel per op, in order, no allocation of the cache's size; buffer reuse changes nothing."""
     case = BY_NAME[name]
     fn, args = chain(case)
     code = generate_code(fn, *args, static_inputs=static, options={"allow_buffer_reuse": reuse})
@@ -311,6 +311,11 @@ BAD = {
         "attention",
         "cache dtype: got torch.float8_e8m0fnu; allowed: torch.uint8",
     ),
+    "cache e4m3fn": (
+        lambda a: a.update(cache=a["cache"].view(torch.float8_e4m3fn)),
+        "store",
+        "cache dtype: got torch.float8_e4m3fn; allowed: torch.uint8",
+    ),
     "cache transposed": (lambda a: a.update(cache=a["cache"].transpose(2, 3)), "store", "cache shape: got"),
     "cache record stride": (
         lambda a: a.update(cache=a["cache"].repeat_interleave(2, -1)[..., ::2]),
@@ -379,7 +384,7 @@ def bad_call(what: tuple) -> tuple[Callable, list, torch.Tensor]:
 
 @pytest.mark.parametrize("what", BAD.values(), ids=BAD)
 def test_wrong_arguments(what: tuple) -> None:
-    """The same error in eager mode and at trace time, and nothing written."""
+    """C11, C12: bytes are uint8 and nothing else; the same error in eager mode and at trace time, nothing written."""
     fn, args, cache = bad_call(what)
     before = cache.contiguous().view(torch.uint8).clone()
     with pytest.raises(swa.InvalidArgumentError) as error:

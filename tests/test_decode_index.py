@@ -93,9 +93,11 @@ def test_padded_rows_and_no_rows(how: str) -> None:
 
 @every_how
 def test_a_wider_index_does_not_widen_the_window(how: str) -> None:
-    _, index = check(how, V4, [0, 1, -1], [1000, 3, 0], [0, 0, 0], width=140)
-    assert [sum(i >= 0 for i in row) for row in index] == [128, 4, 0]
-    assert all(row[128:] == [-1] * 12 for row in index)
+    """E6: nor does it have to be a power of two."""
+    for width in (134, 140):
+        _, index = check(how, V4, [0, 1, -1], [1000, 3, 0], [0, 0, 0], width=width)
+        assert [sum(i >= 0 for i in row) for row in index] == [128, 4, 0]
+        assert all(row[128:] == [-1] * (width - 128) for row in index)
 
 
 BAD = [(SLOTS, 5, 0), (2**31 - 1, 5, 0), (-2, 5, 0), (0, -1, 0), (0, -134, 0), (0, 5, 6), (0, -(2**40), 0)]

@@ -114,7 +114,7 @@ def run_in_a_fresh_process(model: Step, x: dict, folder: Path) -> dict:
 
 
 def test_a_package_decodes_without_swa_inductor(tmp_path: Path) -> None:
-    """20 steps: rings equal to the bit, outputs up to the order of sums."""
+    """C15: 20 steps: rings equal to the bit, outputs up to the order of sums."""
     model = Step(torch.float32).eval()
     x = model.inputs(torch.float32)
     got = run_in_a_fresh_process(model, x, tmp_path)
@@ -131,6 +131,7 @@ def test_a_package_decodes_without_swa_inductor(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_package_for_a_gpu_decodes_without_swa_inductor(tmp_path: Path) -> None:
+    """C15 on the device, against compiled code: sums in the same order, apart from those of the products."""
     model = Step(torch.bfloat16).eval().cuda()
     x = model.inputs(torch.bfloat16, "cuda")
     got = run_in_a_fresh_process(model, x, tmp_path)
@@ -153,7 +154,7 @@ class Captured(BaseException):
 
 
 def test_a_package_for_a_gpu_holds_the_templates() -> None:
-    """Without a GPU up to the C++ source: the ops are launches of their kernels, nothing is called by name."""
+    """C15, E13: without a GPU up to the C++ source: ops are launches of their kernels, nothing is called by name."""
 
     def capture(wrapper: PythonWrapperCodegen) -> None:
         raise Captured(wrapper.wrapper_call.getvalue())  # type: ignore[attr-defined]

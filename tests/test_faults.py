@@ -1,8 +1,8 @@
 """Faults that other projects have had, with their own inputs, where no test of an op holds them already.
 
-Faults of the ring and the window have ids A1 and up, of the records B1 and up, of graphs and metadata D1 and up, of
-scheduling F1 and up. A test names those that it guards against in its docstring; the last test here asks for every one
-of them.
+Faults of the ring and the window have ids A1 and up, of the records B1, of torch.compile and custom ops C1, of graphs
+and metadata D1, of templates and Triton E1, of scheduling F1. A test names those that it guards against in its
+docstring; the last test here asks for every one of them, and `python tests/test_faults.py` lists them and their tests.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BY_NAME, Case, gather_op, prefill_op, store_op, vectors
+from cases import BY_NAME, Case, attention_op, decode_inputs, gather_op, prefill_op, store_op, vectors
 from numerics import assert_same
+from test_contract import op_calls
 
 import swa_inductor as swa
 from swa_inductor import lowerings, records
+from swa_inductor.lowerings import _inductor
+from swa_inductor.meta._library import OPS
 from swa_inductor.testing import generate_code, run_on_cpu
 
 V4 = BY_NAME["v4"]
@@ -197,10 +200,10 @@ def test_528_bytes_are_moved_whole(dtype: str) -> None:
         torch.testing.assert_close((got if run is eager else got[0])[0, 1], entry, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 448, 512])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_records_of_every_size(monkeypatch: pytest.MonkeyPatch, dim: int, rows: int) -> None:
-    """B10: tiles of 64, 128, 256 and 512 columns, 1 and 4 records high: data and scales come from their own region."""
+    """B10, E6: tiles of 64, 128, 256 and 512 columns, 1 and 4 records high: data and scales from their own region."""
     monkeypatch.setattr(lowerings.gather, "config", lambda widest: {"BLOCK_N": rows, "num_warps": 4, "num_stages": 1})
     case = Case("any", swa.RingSpec(3, 1, dim, shared_kv=True, ring_rows=3), 1, torch.float32)
     size = case.spec.record_bytes
@@ -211,9 +214,9 @@ def test_records_of_every_size(monkeypatch: pytest.MonkeyPatch, dim: int, rows: 
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 448, 512])
 def test_stores_keep_to_their_record(dim: int) -> None:
-    """B10: one record between guards; the others keep every byte."""
+    """B10, E6: one record between guards; the others keep every byte."""
     case = Case("any", swa.RingSpec(3, 1, dim, shared_kv=True), 1)
     k, _, _ = vectors(case, 1)
     cache = torch.full(case.spec.cache_shape(1), 0xA5, dtype=torch.uint8)
@@ -223,18 +226,155 @@ def test_stores_keep_to_their_record(dim: int) -> None:
     assert_same(cache, want)
 
 
-KINDS = {
+@pytest.mark.parametrize("reuse", [True, False])
+def test_temporaries_of_the_size_of_k(reuse: bool) -> None:
+    """C6: a buffer of k's size and lifetime is needed again between store and attention; planned with and without."""
+    case = Case("toy", swa.RingSpec(20, 2, 64, shared_kv=True), 2)
+    x = decode_inputs(case)
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randint(-1, 2, (64, 64), generator=g).bfloat16()
+
+    def fn(weight: torch.Tensor, k: torch.Tensor, q: torch.Tensor, cache: torch.Tensor, *meta: torch.Tensor):  # noqa: ANN202
+        new = torch.mm(k[:, 0], weight)
+        store_op(case)(new[:, None], None, cache, *meta)
+        other = torch.mm(torch.mm(q[:, 0], weight), weight.t())
+        out = attention_op(case, return_lse=False)(q + other[:, None], cache, *meta, None, None)
+        return out, other
+
+    args = [weight, *(x[n] for n in ("k", "q", "cache", "state_ids", "positions"))]
+    code = generate_code(fn, *args, options={"allow_buffer_reuse": reuse})
+    assert ("# reuse" in code.call) == reuse
+    wanted = [a.clone() for a in args]
+    want, want_other = fn(*wanted)
+    out, other = run_on_cpu(code, args)
+    assert_same(args[3], wanted[3])
+    torch.testing.assert_close(other, want_other, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, want, rtol=3e-2, atol=3e-2)
+
+
+def compiled(fn: Callable, args: list) -> tuple:
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True)(*args)
+
+
+@pytest.mark.parametrize("run", [compiled, sm_90])
+def test_bytes_are_reinterpreted_inside_compiled_code(run: Callable) -> None:
+    """C12: a cache that the caller allocated as fp32 is written as bytes, codes are read as e4m3fn: the same bits."""
+    case = Case("one", swa.RingSpec(4, 1, 64, shared_kv=True, ring_rows=4), 1, torch.float32)
+    numbers = swa.RingSpec(4, 1, 64, shared_kv=True, ring_rows=4, kv_format="fp32")
+
+    def fn(k: torch.Tensor, cache: torch.Tensor, floats: torch.Tensor, *meta: torch.Tensor) -> tuple:
+        store_op(case)(k, None, cache, *meta)
+        swa.store(k, None, floats.view(torch.uint8), *meta, spec=numbers)
+        return cache[..., :64].view(torch.float8_e4m3fn).float(), floats + 1
+
+    def args() -> list:
+        cache, floats = torch.zeros(case.spec.cache_shape(1)).byte(), 16 * torch.arange(256.0).view(1, 4, 1, 64)
+        return [vectors(case, 1)[0], cache, floats, ints(0), torch.tensor([6])]
+
+    wanted, given = args(), args()
+    want, got = fn(*wanted), run(fn, given)
+    for value, expected in zip([*given[1:3], *got], [*wanted[1:3], *want], strict=True):
+        assert_same(value, expected)
+    assert wanted[1][0, 2].any() and torch.equal(wanted[2][0, 2, 0], wanted[0][0, 0])
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if "store" in n or n.endswith(".out")])
+def test_nothing_that_writes_is_tried_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E4: one choice, also under max_autotune, and no copy of a pool to try on; a second run changes no byte."""
+    seen, select = [], _inductor.autotune_select_algorithm
+
+    def record(op: str, choices: list, *args: object, **kwargs: object) -> object:
+        seen.append(len(choices))
+        return select(op, choices, *args, **kwargs)
+
+    monkeypatch.setattr(_inductor, "autotune_select_algorithm", record)
+    fn, args = op_calls(V4)[name]
+    code = generate_code(fn, *args, options={"max_autotune": True})
+    assert seen == [1] and [k for k in code.kernels if "template" not in code.kernel_source(k)] == []
+    run_on_cpu(code, args)
+    once = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    run_on_cpu(code, args)
+    for value, was in zip(args, once, strict=True):
+        assert value is was or torch.equal(value, was)
+
+
+def gpu(fn: Callable, args: list) -> tuple:
+    there = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    out = compiled(fn, there)
+    for a, b in zip(args, there, strict=True):
+        if isinstance(a, torch.Tensor):
+            a.copy_(b)
+    return out
+
+
+@pytest.mark.parametrize("run", [eager, compiled, sm_90, pytest.param(gpu, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_every_bf16_value_is_stored_alike(run: Callable, mixed: bool) -> None:
+    """E11: all 65,536, blocks of neighbours or of mixed magnitudes, as torch casts them: no carry of a tie is lost."""
+    case = Case("all", swa.RingSpec(128, 1, 512, shared_kv=True), 1)
+    bits = torch.arange(65536).view(32, 2048).t() if mixed else torch.arange(65536)
+    k = bits.reshape(128, 1, 512).short().view(torch.bfloat16)
+    cache = torch.zeros(case.spec.cache_shape(1), dtype=torch.uint8)
+    run(store_op(case), [k, None, cache, torch.zeros(128).int(), torch.arange(128)])
+    blocks = k.double().view(128, 16, 32)
+    amax = blocks.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax(-1).clamp(min=1e-4)
+    scale = torch.where(amax.isinf(), 127, (amax / 448).log2().ceil().clamp(-126, 127))
+    data = (blocks * torch.exp2(-scale)[..., None]).clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    got, nan = cache[0, :128, 0], blocks.isnan().flatten(1)
+    assert torch.equal(got[:, 512:], (scale + 127).byte())
+    assert torch.equal(got[:, :512][~nan], data.flatten(1)[~nan]) and (got[:, :512][nan] == 0x7F).all()
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if n != "prefill_plan"])  # its T is a number: see test_prefill_plan
+def test_no_tokens_for_code_of_any_number(name: str) -> None:
+    """F12, E11: code for any number of tokens, run with none: empty grids and outputs, no byte of a cache changes."""
+    if name == "decode_index" and torch.__version__ < "2.13":
+        pytest.skip("this Inductor divides by its number of rows; torch guards sizes 0 and 1, so few meet it")
+    case = BY_NAME["gpt-oss"]
+    fn, some = op_calls(case, 7)[name]
+    none = op_calls(case, 0)[name][1]
+    pairs = enumerate(zip(some, none, strict=True))
+    dynamic = [i for i, (a, b) in pairs if isinstance(a, torch.Tensor) and len(a) != len(b)]
+    code = generate_code(fn, *some, dynamic_inputs=dynamic)
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in none]
+    want = fn(*[a.clone() if isinstance(a, torch.Tensor) else a for a in none])
+    got = run_on_cpu(code, none)
+    want = want if isinstance(want, tuple) else () if want is None else (want,)
+    assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in want]
+    if "out" not in name.split("."):
+        for value, was in zip(none, before, strict=True):
+            assert value is was or torch.equal(value, was)
+
+
+IDS = {
     "A": (1, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 19, 20),
     "B": (1, 2, 3, 5, 6, 8, 10, 11, 12),
+    "C": (1, 3, 4, 6, 7, 8, 9, 11, 12, 13, 15, 16),
     "D": (1, 2, 3, 5, 7, 8, 9, 11, 12, 13),
+    "E": (1, 2, 3, 4, 6, 8, 10, 11, 12, 13),
     "F": (1, 2, 4, 5, 6, 7, 9, 10, 12, 14),
+}
+NOT_APPLICABLE = {
+    "E10": "nothing goes through FlexAttention; a mask that rings cannot honour is refused (test_no_mask_is_lost)",
 }
 
 
-def test_every_fault_is_named_in_a_test() -> None:
-    named = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+def named_tests() -> dict[str, list[str]]:
+    """Tests by the ids in their docstrings."""
+    tests: dict[str, list[str]] = {f"{kind}{n}": [] for kind, numbers in IDS.items() for n in numbers}
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                named |= set(re.findall(r"\b[ABDF]\d+\b", ast.get_docstring(node) or ""))
-    assert not {f"{kind}{n}" for kind, numbers in KINDS.items() for n in numbers} - named
+                for id_ in set(re.findall(r"\b[A-F]\d{1,2}\b", ast.get_docstring(node) or "")) & tests.keys():
+                    tests[id_].append(f"{path.name}::{node.name}")
+    return tests
+
+
+def test_every_fault_is_named_in_a_test() -> None:
+    assert {id_ for id_, tests in named_tests().items() if not tests} == NOT_APPLICABLE.keys()
+
+
+if __name__ == "__main__":  # `python tests/test_faults.py` says which test holds which fault, and which none does
+    for id_, tests in named_tests().items():
+        print(id_, *(tests or [NOT_APPLICABLE.get(id_, "NO TEST")]), sep="\n    " if len(tests) > 1 else "  ")

@@ -1,4 +1,4 @@
-"""Every shipped launch configuration compiles for every architecture, within shared memory (E2, E3).
+"""Every shipped launch configuration compiles for every architecture, within shared memory.
 
 Stores and prepare_decode spill nothing, gather two words on sm_100, attention at most 16 words in some shapes;
 attention_prefill, where it holds two loops over keys, up to 64.
@@ -155,6 +155,22 @@ def test_usage_of_prepare_decode(width: int | None, capability: tuple[int, int],
     (u,) = resource_usage(prepare_op(spec, 4, width), *args, capability=capability)
     note("prepare_decode", f"index of {width}", u, capability, record_property)
     assert u.spills == 0 and u.shared_bytes <= card_of(capability).shared_bytes
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_usage_with_neighbours(capability: tuple[int, int]) -> None:
+    """E2: q looked up in bf16 in front of attention, a cast to fp32 behind: one kernel where it fits, else two."""
+    case = _case("512 K=V", 64, 6, 512, shared_kv=True)
+    x = decode_inputs(case)
+    rows = torch.arange(len(x["q"])).flip(0)
+
+    def fn(rows: torch.Tensor, q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return attention_op(case, return_lse=False)(q[rows], *rest).float()
+
+    *others, u = resource_usage(fn, rows, *(x[n] for n in ATTENTION_ARGS), capability=capability)
+    assert {other.name for other in others} == ({"triton_poi_fused_index_0"} if capability == (8, 6) else set())
+    assert u.name.startswith("triton_tem_fused__to_copy_attention")
+    assert u.spills <= MAY_SPILL["attention"] and u.shared_bytes <= card_of(capability).shared_bytes
 
 
 @pytest.mark.parametrize("heads", [8, 64])

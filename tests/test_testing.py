@@ -314,6 +314,7 @@ def equal_or_nan(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16])
 def test_conversions_of_every_value(dtype):
+    """E11: the interpreter, as repaired here, rounds all bf16 values as torch does; fp8 saturates as the hardware."""
     body = "i = tl.arange(0, {size})\ntl.store(b + i, tl.load(a + i).to(b.dtype.element_ty))"
     values, out = ALL_BF16.float(), torch.zeros(65536, dtype=dtype)
     run_kernel(body.format(size=65536), ALL_BF16, out)
@@ -335,6 +336,7 @@ def test_float32_rounds_to_bf16():
 
 
 def test_bf16_arithmetic():
+    """E11: on values, not on bit patterns."""
     x, y = torch.randn(256).bfloat16(), torch.randn(256).bfloat16()
     out = torch.zeros(10, 256, dtype=torch.bfloat16)
     body = """
@@ -401,6 +403,7 @@ def test_e4m3_by_integer_arithmetic():
 
 
 def test_scalars_loops_and_shapes():
+    """E11: masked lanes hold `other`, and a dot of bf16 multiplies values."""
     bounds, x = torch.tensor([3, 11], dtype=torch.int32), torch.randn(16, 16)
     out, shapes = torch.zeros(16), torch.zeros(16, 16)
     body = """

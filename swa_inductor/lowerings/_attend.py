@@ -114,6 +114,11 @@ def token_tiles(groups: int, block_m: int) -> dict[str, int]:
     return {"HEADS": heads, "BLOCK_T": block_m // heads, "HEAD_BLOCKS": -(-groups // heads), "G": groups}
 
 
+GATHERED_Q_BYTES = 160 << 10
+"""Shared memory of the kernels at most where q is looked up by an index in front of them: Triton 3.6 moves a tile of
+64-bit indices through it (ptxas, 2026-11-30); cards that have less do the look-up in a kernel of its own."""
+
+
 def launch(
     template: Any,
     inputs: Sequence[Any],
@@ -141,6 +146,7 @@ def launch(
     dim, v_head_dim = dims
     v_dim = dim if v_head_dim is None else v_head_dim
     device, dtype = q.get_device(), q.get_dtype()
+    card: Any = torch.cuda.get_device_properties(device)
     # An op has two outputs, a template one: the lse is a buffer that the kernel writes as a mutated input.
     lse = _inductor.empty_buffer([tokens, heads] if return_lse else [0], torch.float32, device)
     read = [*inputs, *(x for x in (sinks, query.q_norm_weight, query.rope) if x is not None)]
@@ -151,6 +157,7 @@ def launch(
         _inductor.fixed_layout(device, dtype, [tokens, heads, v_dim]),
         mutated=range(len(read), len(nodes)),
         producers=[0],  # of a q that is loaded by load_input
+        gathers=card.shared_memory_per_block_optin >= GATHERED_Q_BYTES,
         call_sizes=[tokens, kv_heads],
         **options,
         **constants,

@@ -103,12 +103,14 @@ def render_template(
     *,
     mutated: Sequence[int] = (),
     producers: Sequence[int] = (),
+    gathers: bool = True,
     call_sizes: Sequence[Any],
     variants: Sequence[dict[str, Any]] = (),
     examples: Mapping[int, Callable[[list[int], torch.device], torch.Tensor]] | None = None,
     **constants: Any,
 ) -> Any:
-    """One kernel launch. `inputs[i]` for i in `mutated` are written in place; producers of `producers` may be fused.
+    """One kernel launch. `inputs[i]` for i in `mutated` are written in place; producers of `producers` may be fused,
+    those that look up their elements by an index only with `gathers`.
 
     `constants`: those of the template, num_warps and num_stages. With max_autotune, `variants`, which replace some of
     them, are timed beside them, unless a CUDA graph is being captured; `examples[i]` makes inputs[i] for that, from its
@@ -133,7 +135,7 @@ def render_template(
     out = autotune_select_algorithm(template.name, choices, nodes, layout, input_gen_fns=made)
     if isinstance(out, tuple):  # from 2.13 the selected choice comes along
         out = out[0]
-    _allow_producers(out, nodes, producers, [nodes[i] for i in mutated])
+    _allow_producers(out, nodes, producers, [nodes[i] for i in mutated], gathers)
     return out
 
 
@@ -145,7 +147,9 @@ def _example(make: Callable[[list[int], torch.device], torch.Tensor], node: Any)
     return make([likely_int(size, 1024) for size in node.get_size()], node.get_device())
 
 
-def _allow_producers(out: Any, nodes: Sequence[Any], producers: Sequence[int], mutated: Sequence[Any]) -> None:
+def _allow_producers(
+    out: Any, nodes: Sequence[Any], producers: Sequence[int], mutated: Sequence[Any], gathers: bool
+) -> None:
     """Let pointwise producers fuse in front of a template.
 
     Inductor's heuristics refuse producers that upcast or read more bytes than they write (a slice of a merged
@@ -164,7 +168,9 @@ def _allow_producers(out: Any, nodes: Sequence[Any], producers: Sequence[int], m
         data = node.data if isinstance(node, ir.StorageBox) else node
         if not isinstance(data, ir.ComputedBuffer):
             continue
-        if written & set(data.get_read_names()):
+        reads: Any = data.get_reads()
+        looked_up = any(read.is_indirect() for read in reads)
+        if written & {read.name for read in reads} or (looked_up and not gathers):
             buffer.allowed_prologue_inps.discard(data.get_name())
         else:
             V.graph.invoke_quant_ops.add(data.get_operation_name())
