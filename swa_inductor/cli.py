@@ -1,6 +1,6 @@
 """The command `swa-inductor` (also `python -m swa_inductor`).
 
-The work is in demo.py and serving/serve_sim.py, imported when a command runs.
+The work is in demo.py, serving/serve_sim.py and doctor.py, imported when a command runs.
 """
 
 from __future__ import annotations
@@ -284,6 +284,26 @@ def _serving_table(report: Report) -> Table:
     for name, value in figures.items():
         table.add_row(name, value)
     return table
+
+
+@app.command()
+def doctor(
+    json: Annotated[Path | None, typer.Option(help="Also write all findings and versions to this file.")] = None,
+) -> None:
+    """Check versions, GPU, compilers and caches, compile every template, and say what to do where something is wrong.
+
+    Exit code: 0; 1 if there is an error.
+    """
+    from rich.console import Console
+
+    from swa_inductor.doctor import diagnose, table
+
+    console = Console(highlight=False)
+    diagnosis = diagnose(console)
+    console.print(table(diagnosis))
+    if json is not None:
+        json.write_text(dumps(asdict(diagnosis) | {"healthy": diagnosis.healthy}, indent=2) + "\n")
+    raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
 def main() -> None:
