@@ -314,6 +314,7 @@ def explain(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence at most; default: what the config says.")
     ] = None,
+    kernels: Annotated[bool, typer.Option(help="Also say what a GPU launches for the first sliding layer.")] = True,
     json: Annotated[Path | None, typer.Option(help="Also write all figures to this file.")] = None,
 ) -> None:
     """Say what rings make of each layer of a model, and what they take beside full-length caches. Loads no weights.
@@ -324,15 +325,17 @@ def explain(
 
     from swa_inductor import InvalidArgumentError
     from swa_inductor._environment import CannotRun
-    from swa_inductor.model_report import examine, table
+    from swa_inductor.model_report import examine, kernels_text, table
 
     console = Console(highlight=False)
     try:
-        report = examine(model, kv_format.value, tokens_per_step, max_length)
+        report = examine(model, kv_format.value, tokens_per_step, max_length, kernels)
     except (CannotRun, InvalidArgumentError) as error:
         console.print(f"Cannot explain: {error}", style="bold red", markup=False)
         raise typer.Exit(2) from None
     console.print(table(report))
+    if text := kernels_text(report):
+        console.print(text, markup=False, soft_wrap=True)
     for reason in report.refused:
         console.print(reason, style="bold red", markup=False)
     if json is not None:

@@ -12,7 +12,9 @@ import torch
 from rich.table import Table
 
 from swa_inductor._environment import CannotRun
+from swa_inductor._layer_kernels import SEQUENCES, layer_kernels
 from swa_inductor.errors import UnsupportedError
+from swa_inductor.explanation import Explanation
 from swa_inductor.spec import RingSpec
 from swa_inductor.state import StateLayout
 
@@ -57,6 +59,8 @@ class ModelReport:
         refused: why rings cannot serve the model, or parts of it; empty where they can.
         slot_bytes: rings of all layers that are served, of one sequence, as they lie in a state slot.
         full_bytes: caches of `max_length` tokens for the same layers.
+        kernels: what a GPU launches for the first sliding layer in a decode step; None where that is not known.
+        no_kernels: why it is not known; empty where it is, was not asked for, or there is no such layer.
     """
 
     model: str
@@ -68,10 +72,16 @@ class ModelReport:
     refused: list[str]
     slot_bytes: int
     full_bytes: int
+    kernels: Explanation | None = None
+    no_kernels: str = ""
 
 
 def examine(
-    model: str, kv_format: str = "auto", tokens_per_step: int = 1, max_length: int | None = None
+    model: str,
+    kv_format: str = "auto",
+    tokens_per_step: int = 1,
+    max_length: int | None = None,
+    kernels: bool = True,
 ) -> ModelReport:
     """Plan the rings of a model of which only the config is read.
 
@@ -80,6 +90,7 @@ def examine(
         kv_format: record format; 'auto' is that of the model's dtype.
         tokens_per_step: new tokens of a sequence in a decode step (D).
         max_length: tokens of a sequence at most; default: max_position_embeddings of the config.
+        kernels: also compile a sliding layer, for a GPU that need not be there.
 
     Raises:
         CannotRun: no such model, no transformers, or nothing says how long a sequence may be.
@@ -107,6 +118,15 @@ def examine(
                 layers.append(LayerReport(index, "refused", str(plan)))
     except UnsupportedError as error:  # of the model as a whole
         refused.append(str(error))
+    explanation, why_not = None, ""
+    sliding = next((layer.index for layer in layers if layer.type == "sliding"), None)
+    if kernels and sliding is not None and not refused:
+        try:
+            explanation = layer_kernels(
+                meta, sliding, max_length=max_length, tokens_per_step=tokens_per_step, kv_format=kv_format
+            )
+        except Exception as error:  # the code of the model does not compile in one piece, or nothing compiles here
+            why_not = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     return ModelReport(
         model,
         config.model_type,
@@ -117,6 +137,8 @@ def examine(
         refused,
         StateLayout(specs).slot_bytes if specs else 0,
         sum(layer.full_bytes for layer in layers),
+        explanation,
+        why_not,
     )
 
 
@@ -179,3 +201,13 @@ def table(report: ModelReport) -> Table:
     total = f"{report.slot_bytes:,}", f"{report.full_bytes:,}"
     result.add_row("all", f"at {report.max_length:,} tokens", "", "", "", "", "", *total)
     return result
+
+
+def kernels_text(report: ModelReport) -> str:
+    """The kernels of a decode step, or why they are not known; empty where there is nothing to say."""
+    if report.no_kernels:
+        return f"The kernels of a decode step are not known: {report.no_kernels}"
+    if report.kernels is None:
+        return ""
+    index = next(layer.index for layer in report.layers if layer.type == "sliding")
+    return f"A decode step of {SEQUENCES} sequences in layer {index}, as compiled for a GPU:\n\n{report.kernels}"

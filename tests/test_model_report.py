@@ -9,6 +9,7 @@ import pytest
 from ring_models import MIXED, WINDOW, make_cache, make_config, make_model
 from typer.testing import CliRunner
 
+from swa_inductor import model_report
 from swa_inductor.cli import app
 
 
@@ -23,6 +24,8 @@ def explain(tmp_path: Path, name: str, *options: object, **fields: object) -> tu
     """Exit code, output and figures for a model of which there is nothing but its config."""
     make_config(name, **fields).save_pretrained(tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+    if "--kernels" not in options:
+        options += ("--no-kernels",)
     code, output = invoke(tmp_path / "model", *options, "--json", tmp_path / "figures.json")
     return code, output, json.loads((tmp_path / "figures.json").read_text())
 
@@ -33,6 +36,7 @@ def test_the_rings_are_those_of_a_cache(name: str, tmp_path: Path) -> None:
     options = "--max-length", 50, "--tokens-per-step", 2, "--kv-format", kv_format
     code, output, figures = explain(tmp_path, name, *options)
     assert code == 0, output
+    assert figures["kernels"] is None and "decode step" not in output
     model = make_model(name)
     cache = make_cache(model, batch_size=1, max_length=50, tokens_per_step=2, kv_format=figures["kv_format"])
     assert len(figures["layers"]) == len(cache.layers)
@@ -57,6 +61,29 @@ def test_what_the_config_says_is_the_default(tmp_path: Path) -> None:
     assert (sliding["window"], sliding["rows"]) == (WINDOW, WINDOW + 1)
     assert (full["window"], full["rows"]) == (4096, 4097)
     assert sliding["record_bytes"] == 2 * 2 * 32 and sliding["ring_bytes"] == (WINDOW + 1) * 2 * 128
+
+
+@pytest.mark.parametrize(("name", "index"), [("gpt_oss", 0), ("gemma4", 1)])
+def test_kernels_of_the_first_sliding_layer(name: str, index: int, tmp_path: Path) -> None:
+    """One store, one attention, and the projections around them; all of it in one graph."""
+    code, output, figures = explain(tmp_path, name, "--max-length", 50, "--kernels", dtype="bfloat16")
+    assert code == 0 and figures["no_kernels"] == "", output
+    ops = [kernel["op"] for kernel in figures["kernels"]["kernels"]]
+    store, attend = ops.index("swa_inductor.store"), ops.index("swa_inductor.attention")
+    assert store < attend and [str(op).startswith("swa_inductor.") for op in ops].count(True) == 2
+    gemms = [op in ("aten.mm", "aten.addmm") for op in ops]
+    assert gemms[:attend].count(True) == 3 and gemms[attend:].count(True) >= 1
+    assert f"in layer {index}, as compiled" in output and "swa_inductor.attention" in output
+
+
+def test_kernels_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a C++ compiler is needed\nmore")
+
+    monkeypatch.setattr(model_report, "layer_kernels", fail)
+    code, output, figures = explain(tmp_path, "gemma3", "--max-length", 50, "--kernels")
+    assert code == 0 and figures["kernels"] is None
+    assert figures["no_kernels"] == "RuntimeError: a C++ compiler is needed" and figures["no_kernels"] in output
 
 
 def test_a_layer_that_is_refused(tmp_path: Path) -> None:
