@@ -35,20 +35,31 @@ def find_device(name: str | None) -> torch.device:
         raise CannotRun(f"--device {name}: {error}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CannotRun("--device cuda: this PyTorch sees no CUDA device")
+    find_compiler(device.type)
+    return device
+
+
+def find_compiler(device_type: str) -> str:
+    """Path of the compiler that torch.compile needs for devices of that type, the headers of Python being there too.
+
+    Raises:
+        CannotRun: one of them is missing.
+    """
     # torch.compile builds C++ on the CPU; on CUDA devices Triton builds its launchers with a C compiler.
-    if device.type == "cuda":
+    if device_type == "cuda":
         compilers, variable = ["gcc", "clang"], "CC"
     else:
         compilers, variable = ["clang++" if sys.platform == "darwin" else "g++"], "CXX"
     compilers = [os.environ[variable]] if os.environ.get(variable) else compilers
-    if not any(map(shutil.which, compilers)):
+    found = next(filter(None, map(shutil.which, compilers)), None)
+    if found is None:
         raise CannotRun(
             f"torch.compile needs a compiler and found none ({' or '.join(compilers)}). "
             f"Install g++, e.g. `apt install g++`, or name one in the environment variable {variable}"
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise CannotRun("torch.compile needs the headers of Python. Install them, e.g. `apt install python3-dev`")
-    return device
+    return found
 
 
 @contextmanager

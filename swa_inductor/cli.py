@@ -1,6 +1,6 @@
 """The command `swa-inductor` (also `python -m swa_inductor`).
 
-The work is in demo.py and serving/serve_sim.py, imported when a command runs.
+The work is in demo.py, serving/serve_sim.py, doctor.py and model_report.py, imported when a command runs.
 """
 
 from __future__ import annotations
@@ -284,6 +284,63 @@ def _serving_table(report: Report) -> Table:
     for name, value in figures.items():
         table.add_row(name, value)
     return table
+
+
+@app.command()
+def doctor(
+    json: Annotated[Path | None, typer.Option(help="Also write all findings and versions to this file.")] = None,
+) -> None:
+    """Check versions, GPU, compilers and caches, compile every template, and say what to do where something is wrong.
+
+    Exit code: 0; 1 if there is an error.
+    """
+    from rich.console import Console
+
+    from swa_inductor.doctor import diagnose, table
+
+    console = Console(highlight=False)
+    diagnosis = diagnose(console)
+    console.print(table(diagnosis))
+    if json is not None:
+        json.write_text(dumps(asdict(diagnosis) | {"healthy": diagnosis.healthy}, indent=2) + "\n")
+    raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(help="Model directory or Hugging Face Hub id; its config is enough.")],
+    kv_format: Annotated[KVFormat, typer.Option(help="Record format of the rings.")] = KVFormat.auto,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, drafts included.")] = 1,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence at most; default: what the config says.")
+    ] = None,
+    kernels: Annotated[bool, typer.Option(help="Also say what a GPU launches for the first sliding layer.")] = True,
+    json: Annotated[Path | None, typer.Option(help="Also write all figures to this file.")] = None,
+) -> None:
+    """Say what rings make of each layer of a model, and what they take beside full-length caches. Loads no weights.
+
+    Exit code: 0; 1 if rings cannot serve the model; 2 if there is no such model or an option does not fit it.
+    """
+    from rich.console import Console
+
+    from swa_inductor import InvalidArgumentError
+    from swa_inductor._environment import CannotRun
+    from swa_inductor.model_report import examine, kernels_text, table
+
+    console = Console(highlight=False)
+    try:
+        report = examine(model, kv_format.value, tokens_per_step, max_length, kernels)
+    except (CannotRun, InvalidArgumentError) as error:
+        console.print(f"Cannot explain: {error}", style="bold red", markup=False)
+        raise typer.Exit(2) from None
+    console.print(table(report))
+    if text := kernels_text(report):
+        console.print(text, markup=False, soft_wrap=True)
+    for reason in report.refused:
+        console.print(reason, style="bold red", markup=False)
+    if json is not None:
+        json.write_text(dumps(asdict(report), indent=2) + "\n")
+    raise typer.Exit(1 if report.refused else 0)
 
 
 def main() -> None:

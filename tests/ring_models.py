@@ -98,9 +98,8 @@ def small_runs():
     torch.set_num_threads(threads)
 
 
-def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers: int = 3, **changes) -> PreTrainedModel:
-    """Random weights; skips the test where this version of transformers has no such model."""
-    torch.manual_seed(0)
+def make_config(name: str = "gemma3", layers: int = 3, **changes):
+    """Skips the test where this version of transformers has no such model."""
     class_name, fields = CONFIGS[name]
     config_class = getattr(transformers, class_name, None)
     if config_class is None:
@@ -109,7 +108,13 @@ def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers:
     for per_layer in ("layer_types", "mlp_layer_types"):
         if per_layer in fields:
             fields[per_layer] = fields[per_layer][:layers]
-    config = config_class(**fields)
+    return config_class(**fields)
+
+
+def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers: int = 3, **changes) -> PreTrainedModel:
+    """Random weights; skips as `make_config` does."""
+    torch.manual_seed(0)
+    config = make_config(name, layers, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("sinks"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from swa_inductor.errors import UnsupportedError, require
+from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.spec import RingSpec
 
 
@@ -21,6 +22,18 @@ class LayerPlan(NamedTuple):
 
 def plan_layers(model: PreTrainedModel, max_length: int, tokens_per_step: int, kv_format: str) -> list[LayerPlan]:
     """Plan of every layer of the decoder of a model; UnsupportedError says what rings cannot serve."""
+    plans = []
+    for plan in examine_layers(model, max_length, tokens_per_step, kv_format):
+        if not isinstance(plan, LayerPlan):
+            raise plan
+        plans.append(plan)
+    return plans
+
+
+def examine_layers(
+    model: PreTrainedModel, max_length: int, tokens_per_step: int, kv_format: str
+) -> Iterator[LayerPlan | UnsupportedError | InvalidArgumentError]:
+    """The plan of each layer, or why it has none. Raises UnsupportedError where the whole model cannot be served."""
     config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -39,26 +52,38 @@ def plan_layers(model: PreTrainedModel, max_length: int, tokens_per_step: int, k
     layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
     types = list(getattr(config, "layer_types", None) or map(_layer_type, layers))
     modules = _attention_modules(model)
-    plans = []
     for index, (layer_type, layer) in enumerate(zip(types, layers, strict=True)):
-        if layer_type not in ("sliding_attention", "full_attention"):
-            why = ", whose compressed keys are no ring" if "compressed" in layer_type else ""
-            raise UnsupportedError(
-                f"{name}: layer {index} is {layer_type!r}{why}; rings serve sliding and full attention"
-            )
-        if modules and index not in modules:
-            raise UnsupportedError(f"{name}: layer {index} has no attention module with keys of its own")
-        sliding = layer_type == "sliding_attention"
-        seen = layer.sliding_window if sliding else max_length
-        require(isinstance(seen, int) and seen >= 1, "sliding_window", seen, "an integer of at least 1")
-        spec = RingSpec(
-            window=min(seen, max_length),
-            tokens_per_step=tokens_per_step,
-            kv_format=kv_format,
-            **_heads(layer, modules.get(index)),
-        )
-        plans.append(LayerPlan(spec, sliding, bounded=not sliding or seen > max_length))
-    return plans
+        try:
+            if modules and index not in modules and layer_type in _SERVED:
+                raise UnsupportedError(f"{name}: layer {index} has no attention module with keys of its own")
+            yield _plan(name, index, layer_type, layer, modules.get(index), max_length, tokens_per_step, kv_format)
+        except (UnsupportedError, InvalidArgumentError) as reason:
+            yield reason
+
+
+_SERVED = ("sliding_attention", "full_attention")
+
+
+def _plan(
+    name: str,
+    index: int,
+    layer_type: str,
+    layer: Any,
+    module: Module | None,
+    max_length: int,
+    tokens_per_step: int,
+    kv_format: str,
+) -> LayerPlan:
+    if layer_type not in _SERVED:
+        why = ", whose compressed keys are no ring" if "compressed" in layer_type else ""
+        raise UnsupportedError(f"{name}: layer {index} is {layer_type!r}{why}; rings serve sliding and full attention")
+    sliding = layer_type == "sliding_attention"
+    seen = layer.sliding_window if sliding else max_length
+    require(isinstance(seen, int) and seen >= 1, "sliding_window", seen, "an integer of at least 1")
+    spec = RingSpec(
+        window=min(seen, max_length), tokens_per_step=tokens_per_step, kv_format=kv_format, **_heads(layer, module)
+    )
+    return LayerPlan(spec, sliding, bounded=not sliding or seen > max_length)
 
 
 def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:

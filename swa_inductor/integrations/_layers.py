@@ -97,11 +97,16 @@ def plan_model(
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise UnsupportedError(f"a model on {sorted(map(str, devices))}: a cache of rings lives on one device")
-    if kv_format == "auto":
-        formats = {dtype: name for name, dtype in records.RAW_DTYPES.items()}
-        require(model.dtype in formats, "kv_format", f"'auto' for a model in {model.dtype}", "an explicit format")
-        kv_format = formats[model.dtype]
-    return plan_layers(model, max_length, tokens_per_step, kv_format), devices.pop()
+    return plan_layers(model, max_length, tokens_per_step, record_format(model, kv_format)), devices.pop()
+
+
+def record_format(model: PreTrainedModel, kv_format: str) -> str:
+    """`kv_format`, 'auto' replaced by the format of the model's dtype."""
+    if kv_format != "auto":
+        return kv_format
+    formats = {dtype: name for name, dtype in records.RAW_DTYPES.items()}
+    require(model.dtype in formats, "kv_format", f"'auto' for a model in {model.dtype}", "an explicit format")
+    return formats[model.dtype]
 
 
 def cache_kwarg(model: torch.nn.Module) -> str:

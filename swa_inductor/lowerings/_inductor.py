@@ -18,6 +18,7 @@ from torch._inductor.ir import ir_node_to_tensor
 from torch._inductor.lowering import empty_strided, fallback_handler, lowerings, register_lowering
 from torch._inductor.runtime import triton_helpers as runtime_helpers
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
@@ -38,6 +39,7 @@ __all__ = [
     "TritonTemplate",
     "TritonTemplateKernel",
     "arange",
+    "cache_dir",
     "copy_to",
     "counters",
     "cudagraph_recordings",
@@ -51,6 +53,7 @@ __all__ = [
     "lower",
     "render_template",
     "runtime_helpers",
+    "triton_cache_dir",
     "triton_heuristics",
     "triton_template",
 ]
