@@ -129,8 +129,10 @@ def query_composed(case: Case, x: dict, dtype: torch.dtype, attend: Callable) ->
     return rotate(out.to(dtype), at, x["rope"], not case.halves, True) if case.inverse else out, lse
 
 
-def judge(case: Case, x: dict, got: tuple[Tensor, Tensor], exact: Callable) -> None:
+def judge(case: Case, x: dict, got: tuple[Tensor, Tensor], exact: Callable) -> int:
     """(out, lse) of attention against fp64, relative to the error of the plain computation in the input dtype.
+
+    Returns how many rows it has compared.
 
     `exact(case, x, dtype of q, dtype of the attention)`. lse has errors of fp32 alone, and where q is normed or turned
     that of rounding it once: a quarter more at most than the same in an op of its own, as roundings fall differently.
@@ -146,6 +148,7 @@ def judge(case: Case, x: dict, got: tuple[Tensor, Tensor], exact: Callable) -> N
         assert_as_good_as(lse[live], want_lse[live], rounded_lse[live], 1.25 * factor)
     else:
         torch.testing.assert_close(lse[live].double(), want_lse[live], rtol=1e-5, atol=5e-5)
+    return int(live.sum())
 
 
 def steps(case: Case, starts: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
