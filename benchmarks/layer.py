@@ -171,7 +171,7 @@ def parts(graph: fx.GraphModule) -> Iterator[Part]:
     gemms = [node for node in graph.graph.nodes if node.target in (F.linear, torch.bmm)]
     writes = [node for node in graph.graph.nodes if "store" in str(node.target)]
     for gemm, following in zip(gemms, gemms[1:], strict=False):
-        result = following.args[0]
+        result = next(x for x in following.all_input_nodes if gemm in reach([x], gemms))  # the other one is a weight
         wanted = reach([result], gemms)
         for write in writes:
             if gemm in (behind := reach([write], gemms)):

@@ -8,6 +8,7 @@ and the instructions of wgmma are not, which a GPU has to show. The decoding in 
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,7 +183,7 @@ def run_gluon(code: GeneratedCode, arguments: dict[str, Tensor | None]) -> tuple
     source = code.kernel_source(name)
     (kernel,) = (n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef))
     kernel.decorator_list = []
-    program = [0, 0, 0]
+    program = [0, 0]
     gl = _language(program)
     wgmma = {
         "fence_async_shared": lambda: None,
@@ -215,7 +216,7 @@ def run_gluon(code: GeneratedCode, arguments: dict[str, Tensor | None]) -> tuple
             whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
             pointers[f"arg_{n.upper()}"] = Pointer(whole, x.storage_offset())
     parameters = [a.arg for a in kernel.args.args]
-    programs = len(q) // constants["TOKENS"] * constants["HEAD_BLOCKS"] * max(constants["SPLITS"], 1)
-    for program[0] in range(programs):
+    programs = len(q) // constants["TOKENS"] * constants["HEAD_BLOCKS"]
+    for program[:] in itertools.product(range(programs), range(max(constants["SPLITS"], 1))):
         names[kernel.name](*(pointers[p] for p in parameters))
     return out, lse if "arg_LSE" in parameters else None

@@ -386,7 +386,8 @@ def test_how_many_programs_share_keys() -> None:
     """A small batch fills the GPU, a large one is not split, and an unknown one neither."""
     assert lowering.splits(1, 512, 32, 132) == 8
     assert lowering.splits(12, 133, 16, 132) == 4
-    assert lowering.splits(100, 512, 32, 132) == 1
+    assert lowering.splits(100, 512, 32, 132) == 2
+    assert lowering.splits(200, 512, 32, 132) == 1
     assert lowering.splits(None, 512, 32, 132) == 1
     assert lowering.splits(1, 40, 32, 132) == 1
 

@@ -31,7 +31,7 @@ def template() -> Any:
 
 
 def grid(tokens: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
-    return (tokens // meta["TOKENS"] * meta["HEAD_BLOCKS"] * max(meta["SPLITS"], 1), 1, 1)
+    return (tokens // meta["TOKENS"] * meta["HEAD_BLOCKS"], max(meta["SPLITS"], 1), 1)
 
 
 def serves(q: Any, cache: Any, query: Query, window: int, scale: float, step: int, card: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swa_inductor.lowerings import _attend, _attention_sm90, _inductor
-from swa_inductor.lowerings._template import source, vector_block
+from swa_inductor.lowerings._template import next_power_of_2, source, vector_block
 from swa_inductor.reference_query import Query
 
 
@@ -18,13 +18,23 @@ def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tupl
     return (cdiv(tokens, meta["D"]) * meta["ROW_BLOCKS"], kv_heads, meta["SPLITS"])
 
 
+FILL = 2
+"""Programs for each multiprocessor that a split of keys makes at most."""
+
+
 def splits(programs: int | None, keys: int, block_n: int, processors: int) -> int:
     """Programs that share the keys of the same rows, so that a small batch fills the GPU: two tiles or more for each.
 
-    512 keys of 1 KB took one program 45 us and eight 10 us (H200, 2026-11-30). `programs`: those of an unsplit launch,
+    512 keys of 1 KB took one program 45 us and eight 9 us (H200, 2026-11-30). `programs`: those of an unsplit launch,
     None where the number of tokens is not known at compile time.
     """
-    return 1 if programs is None else max(1, min(processors // max(programs, 1), keys // (2 * block_n)))
+    return 1 if programs is None else max(1, min(FILL * processors // max(programs, 1), keys // (2 * block_n)))
+
+
+def combined(rows: int, shares: int, v_block: int, warps: int) -> int:
+    """Rows whose parts the last program puts together at a time: a power of two that takes 64 registers of a thread."""
+    held = 64 * 32 * warps // (next_power_of_2(shares) * v_block)
+    return min(next_power_of_2(rows), 1 << max(held.bit_length() - 1, 0))
 
 
 TEMPLATE = _inductor.triton_template("attention", grid, source("attention"))
@@ -79,16 +89,18 @@ def lower_cuda(
         spread = -(-block_m // groups) if aligned else (block_m - 2) // groups + 2
         options = _attend.resident(block_m, min(spread, tokens_per_step), dim, window, q.get_dtype(), card, around)
     if options is None:
-        options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype()) | {"TILES": ()}
+        keys = window + tokens_per_step - 1
+        options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), keys) | {"TILES": ()}
         programs = None if steps is None else steps * -(-rows // options["BLOCK_M"])
-        shares = splits(programs, window + tokens_per_step - 1, options["BLOCK_N"], card.multi_processor_count)
+        shares = splits(programs, keys, options["BLOCK_N"], card.multi_processor_count)
     row_blocks = -(-rows // options["BLOCK_M"])
     scratch: list[Any] = []
+    v_block = vector_block(dim if v_head_dim is None else v_head_dim)
     if shares > 1:
-        part = options["BLOCK_M"] * (vector_block(dim if v_head_dim is None else v_head_dim) + 2)
+        part = options["BLOCK_M"] * (v_block + 2)
         scratch = [
             _inductor.empty_buffer([steps * row_blocks, shares, part], torch.float32, q.get_device()),
-            _inductor.counters(q.get_device(), card.multi_processor_count),
+            _inductor.counters(q.get_device(), FILL * card.multi_processor_count),
         ]
 
     def example_ids(size: list[int], device: torch.device) -> torch.Tensor:
@@ -117,6 +129,8 @@ def lower_cuda(
         G=groups,
         scratch=scratch,
         SPLITS=shares,
+        SPLITS_BLOCK=next_power_of_2(shares),
+        COMBINED=combined(min(rows, options["BLOCK_M"]), shares, v_block, options["num_warps"]),
         ROW_BLOCKS=row_blocks,
         WINDOW=window,
         HAS_VALID_START=valid_start is not None,
