@@ -248,14 +248,15 @@ def _compiled(subject: str, capability: tuple[int, int], fn: Callable[..., Any],
 
 
 def _gluon(capability: tuple[int, int]) -> Finding:
-    importable = _attention_sm90.template() is not None
+    importable, sm_90 = _attention_sm90.template() is not None, capability == (9, 0)
     if not _template.GLUON:
-        can = "importable" if importable else "not importable"
-        return Finding("Gluon", OK, f"not asked for (SWA_INDUCTOR_GLUON is unset or 0); {can}")
+        can = "importable: SWA_INDUCTOR_GLUON=1 switches it on" if importable else "not importable"
+        return Finding("Gluon", OK, f"off; {can}")
+    asked = os.environ.get("SWA_INDUCTOR_GLUON") is not None
     unset = "unset SWA_INDUCTOR_GLUON, or set it to 0"
     if not importable:
         advice = f"{unset}, or install the triton that belongs to this torch"
         return Finding("Gluon", ERROR, "asked for, but this triton has none that the kernel is written for", advice)
-    if capability != (9, 0):
+    if not sm_90 and asked:
         return Finding("Gluon", WARNING, "asked for, but its kernel is for sm_90 alone", unset)
-    return Finding("Gluon", OK, "asked for and importable")
+    return Finding("Gluon", OK, "on" if sm_90 else "off: its kernel is for sm_90 alone")

@@ -46,7 +46,9 @@ every_share = pytest.mark.parametrize("share", SHARES, ids=lambda s: f"splits {s
 
 
 def shared_by(monkeypatch: pytest.MonkeyPatch, share: dict[str, int]) -> None:
+    """Programs share steps like this; compile caches, of other processes too, know nothing of it but by the tag."""
     real = choice.config
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", f"{torch.compiler.config.cache_key_tag};{share}")
     monkeypatch.setattr(choice, "config", lambda _, *shape: share or real(None, *shape))
 
 
@@ -114,6 +116,22 @@ def test_q_of_a_product_is_not_such_a_producer() -> None:
     assert is_gluon(generate_code(projected, *args))
 
 
+@pytest.mark.parametrize(
+    ("asked", "triton", "wanted"),
+    [(None, "3.6.0", True), (None, "3.7.1", False), (None, None, False), ("0", "3.6.0", False), ("1", "3.7.1", True)],
+)
+def test_on_where_it_has_run_on_a_card(
+    asked: str | None, triton: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if triton is None:
+            raise _template.PackageNotFoundError(name)
+        return triton
+
+    monkeypatch.setattr(_template, "version", version)
+    assert _template.gluon_wanted(asked) == wanted
+
+
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "GLUON", False)
     assert not is_gluon(generate_code(attention_op(CASES[0]), *arguments(decode_inputs(CASES[0]))))
@@ -122,7 +140,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interpreter_says_that_it_does_not_know_gluon() -> None:
     x = decode_inputs(CASES[0])
     code = generate_code(attention_op(CASES[0]), *arguments(x))
-    with pytest.raises(ValueError, match="SWA_INDUCTOR_GLUON unset"):
+    with pytest.raises(ValueError, match="SWA_INDUCTOR_GLUON=0"):
         run_on_cpu(code, arguments(x))
 
 

@@ -115,10 +115,10 @@ def ours(layer: torch.nn.Module, **changes: object) -> ds.SlidingAttention:
     return ds.SlidingAttention.from_transformers(layer, table, cache, q_norm=q_norm, **changes)
 
 
-def tokens(dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
+def tokens(dtype: torch.dtype = torch.float32, hidden: int = 48) -> dict[int, Tensor]:
     """Inputs [N, hidden] of each sequence, bf16 values."""
     g = torch.Generator().manual_seed(3)
-    return {s: torch.randn(sum(n), 48, generator=g).bfloat16().to(dtype) for s, n in LENGTHS.items()}
+    return {s: torch.randn(sum(n), hidden, generator=g).bfloat16().to(dtype) for s, n in LENGTHS.items()}
 
 
 def flat(parts: dict[int, tuple[int, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -207,6 +207,48 @@ def test_an_mxfp8_ring_costs_its_rounding_and_no_more(q_norm: bool, dtype: torch
     # In fp32 all but a few keys round the same way; in bf16 the angles of RoPE are ours in fp32, theirs in bf16.
     assert relative_error(out, rounded) < (1e-3 if dtype == torch.float32 else 3e-2)
     assert relative_error(rounded, want) > 2e-2  # so that the test can fail
+
+
+@pytest.mark.gpu
+@versions
+@pytest.mark.parametrize(
+    ("dtype", "kv_format"),
+    [
+        (torch.float32, "fp32"),
+        (torch.bfloat16, "bf16"),
+        (torch.bfloat16, "mxfp8"),
+        pytest.param(torch.bfloat16, "mxfp8", marks=pytest.mark.gluon),
+    ],
+    ids=["fp32", "bf16", "mxfp8", "mxfp8-gluon"],
+)
+def test_real_sizes_on_a_gpu(q_norm: bool, dtype: torch.dtype, kv_format: str) -> None:
+    """The sizes of V4-Flash, compiled, steps of 6 tokens: as close to the stock layer in fp32 as the stock layer is."""
+    real = DeepseekV4Config(num_hidden_layers=1, layer_types=["sliding_attention"])
+    names = ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank")
+    sizes = {name: getattr(real, name) for name in (*names, "sliding_window")}
+    sizes["partial_rotary_factor"] = ds.SlidingLayerConfig.from_transformers(real).rope_dim / real.head_dim
+    layer = stock_layer(q_norm, dtype, **sizes)
+    mine = ours(layer, kv_format=kv_format, tokens_per_step=6).cuda()
+    assert (mine.config.hidden_size, mine.config.num_heads, mine.config.head_dim) == (4096, 64, 512)
+    x = tokens(dtype, real.hidden_size)
+
+    def stock_on_gpu(kept: torch.dtype, cache: RoundTrip | None) -> Tensor:
+        whole = stock_layer(q_norm, kept, **sizes).cuda()
+        with torch.device("cuda"):
+            return torch.cat([run_stock(whole, part.to("cuda", kept), cache).cpu() for part in x.values()])
+
+    step = torch.compile(mine, fullgraph=True, dynamic=False)
+
+    def on_gpu(*args: Tensor, q_starts: Tensor | None = None) -> Tensor:
+        where = {} if q_starts is None else {"q_starts": q_starts.cuda()}
+        return step(*(a.cuda() for a in args), **where).cpu()
+
+    out, want = run_ours(on_gpu, x, 6), stock_on_gpu(torch.float32, None)
+    if dtype == torch.float32:
+        assert relative_error(out, want) < 1e-5
+    else:
+        plain = stock_on_gpu(dtype, RoundTrip(kv_format))
+        assert_as_good_as(out, want, plain, factor=1.02)
 
 
 @pytest.mark.parametrize("kind", ["main", "compress"])

@@ -207,10 +207,19 @@ def test_a_template_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_gluon(asked, importable, capability, level, tmp_path, monkeypatch, quick, gpu) -> None:  # noqa: ANN001
     gpu(*capability)
+    monkeypatch.setenv("SWA_INDUCTOR_GLUON", str(int(asked)))
     monkeypatch.setattr(doctor._template, "GLUON", asked)
     monkeypatch.setattr(doctor._attention_sm90, "template", lambda: object() if importable else None)
     code, what = finding(tmp_path, "Gluon")
     assert what.level == level and code == (level == "error")
-    assert ("not asked for" in what.found) != asked and ("not importable" in what.found) == (
-        not asked and not importable
-    )
+    assert what.found.startswith("off") != asked
+    assert ("not importable" in what.found) == (not asked and not importable)
+
+
+def test_gluon_is_off_without_a_word_where_its_kernel_does_not_serve(tmp_path, monkeypatch, quick, gpu) -> None:  # noqa: ANN001
+    gpu(8, 0)
+    monkeypatch.delenv("SWA_INDUCTOR_GLUON", raising=False)
+    monkeypatch.setattr(doctor._template, "GLUON", True)
+    monkeypatch.setattr(doctor._attention_sm90, "template", object)
+    code, what = finding(tmp_path, "Gluon")
+    assert (code, what.level) == (0, "ok") and what.found.startswith("off")

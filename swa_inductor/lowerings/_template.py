@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,8 +12,21 @@ import torch
 
 from swa_inductor.spec import MXFP8_BLOCK
 
-GLUON = os.environ.get("SWA_INDUCTOR_GLUON", "0") != "0"
-"""Whether lowerings may choose kernels in Gluon: only where the environment asks for them."""
+GLUON_TRITONS = ("3.6",)
+"""Versions of Triton whose Gluon kernels have passed their tests on a card: it promises no stable interface."""
+
+
+def gluon_wanted(asked: str | None) -> bool:
+    """Whether lowerings may choose kernels in Gluon; `asked`: SWA_INDUCTOR_GLUON, 0 or 1, of the environment."""
+    if asked is not None:
+        return asked != "0"
+    try:
+        return version("triton").rsplit(".", 1)[0] in GLUON_TRITONS
+    except PackageNotFoundError:
+        return False
+
+
+GLUON = gluon_wanted(os.environ.get("SWA_INDUCTOR_GLUON"))
 
 STORED_TYPES = {"mxfp8": "tl.uint8", "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 """Triton type of a stored value, by record format."""

@@ -31,12 +31,6 @@ def splits(programs: int | None, keys: int, block_n: int, processors: int) -> in
     return 1 if programs is None else max(1, min(FILL * processors // max(programs, 1), keys // (2 * block_n)))
 
 
-def combined(rows: int, shares: int, v_block: int, warps: int) -> int:
-    """Rows whose parts the last program puts together at a time: a power of two that takes 64 registers of a thread."""
-    held = 64 * 32 * warps // (next_power_of_2(shares) * v_block)
-    return min(next_power_of_2(rows), 1 << max(held.bit_length() - 1, 0))
-
-
 TEMPLATE = _inductor.triton_template("attention", grid, source("attention"))
 
 
@@ -93,11 +87,17 @@ def lower_cuda(
         options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), keys) | {"TILES": ()}
         programs = None if steps is None else steps * -(-rows // options["BLOCK_M"])
         shares = splits(programs, keys, options["BLOCK_N"], card.multi_processor_count)
+        if (
+            shares > 1
+            and keys <= 2 * shares * options["BLOCK_N"]
+            and options["BLOCK_M"] == 16
+            and options["num_stages"] > 1
+        ):
+            options |= {"BLOCK_N": 2 * options["BLOCK_N"], "num_stages": 2}  # the two tiles of a share at once
     row_blocks = -(-rows // options["BLOCK_M"])
     scratch: list[Any] = []
-    v_block = vector_block(dim if v_head_dim is None else v_head_dim)
     if shares > 1:
-        part = options["BLOCK_M"] * (v_block + 2)
+        part = options["BLOCK_M"] * (vector_block(dim if v_head_dim is None else v_head_dim) + 2)
         scratch = [
             _inductor.empty_buffer([steps * row_blocks, shares, part], torch.float32, q.get_device()),
             _inductor.counters(q.get_device(), FILL * card.multi_processor_count),
@@ -130,7 +130,6 @@ def lower_cuda(
         scratch=scratch,
         SPLITS=shares,
         SPLITS_BLOCK=next_power_of_2(shares),
-        COMBINED=combined(min(rows, options["BLOCK_M"]), shares, v_block, options["num_warps"]),
         ROW_BLOCKS=row_blocks,
         WINDOW=window,
         HAS_VALID_START=valid_start is not None,

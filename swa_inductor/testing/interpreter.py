@@ -52,7 +52,7 @@ def run_on_cpu(
         values = [_input(item, args, kwargs or {}, module) for item in code.inputs or ()]
     if "@gluon.jit" in code.source:
         raise ValueError(
-            "Triton's interpreter does not run Gluon: leave SWA_INDUCTOR_GLUON unset to have Triton templates alone"
+            "Triton's interpreter does not run Gluon: set SWA_INDUCTOR_GLUON=0 to have Triton templates alone"
         )
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
