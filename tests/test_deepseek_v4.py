@@ -364,6 +364,18 @@ def test_two_kernels_between_the_gemms_of_a_decode_step(config, sequences: int, 
 
     Between the output projections the groups of a token lie side by side without a copy, but of 6 tokens.
     """
+    # drafts share one read of the ring
+    assert " D : tl.constexpr = 6" in attention_between_the_gemms(config, sequences, capability)
+
+
+@pytest.mark.gluon
+@pytest.mark.parametrize("sequences", [8, 256])
+def test_two_kernels_in_gluon(sequences: int) -> None:
+    assert "@gluon.jit" in attention_between_the_gemms(ds.V4_FLASH, sequences, (9, 0))
+
+
+def attention_between_the_gemms(config: ds.SlidingLayerConfig, sequences: int, capability: tuple[int, int]) -> str:
+    """Checks which kernels there are; -> the source of the one of attention."""
     config = replace(config, tokens_per_step=6)
     code = generate_code(on_meta(config), *step_inputs(config, sequences), capability=capability)
     check = FileCheck().check("extern_kernels.mm(").check("_norm_store_").check("extern_kernels.mm(")
@@ -373,7 +385,7 @@ def test_two_kernels_between_the_gemms_of_a_decode_step(config, sequences: int, 
     assert code.count("_store_") == code.count("_attention_") == 1
     assert not [a for a in code.allocations if a.dtype == "torch.uint8"]  # no copy of the cache
     (kernel,) = (name for name in code.kernels if "_attention_" in name)
-    assert " D : tl.constexpr = 6" in code.kernel_source(kernel)  # drafts share one read of the ring
+    return code.kernel_source(kernel)
 
 
 def test_layers_of_one_state_write_it_in_place() -> None:
