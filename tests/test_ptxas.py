@@ -168,7 +168,9 @@ def test_usage_with_neighbours(capability: tuple[int, int]) -> None:
         return attention_op(case, return_lse=False)(q[rows], *rest).float()
 
     *others, u = resource_usage(fn, rows, *(x[n] for n in ATTENTION_ARGS), capability=capability)
-    assert {other.name for other in others} == ({"triton_poi_fused_index_0"} if capability == (8, 6) else set())
+    # There the keys are split over programs, too: the first kernel clears their counters.
+    alone = {"triton_poi_fused_attention_index_0", "triton_poi_fused_index_1"}
+    assert {other.name for other in others} == (alone if capability == (8, 6) else set())
     assert u.name.startswith("triton_tem_fused__to_copy_attention")
     assert u.spills <= MAY_SPILL["attention"] and u.shared_bytes <= card_of(capability).shared_bytes
 
