@@ -7,17 +7,19 @@ counts tokens in a Python int, which dynamic=False would compile anew at every s
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -120,6 +122,21 @@ def check_requirements(options: Options) -> torch.device:
     return find_device(options.device)
 
 
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """transformers parses a GGUF file three times, and the parser slices a memmap, which is slow: once, as an array."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        data = property(lambda self: self._array, lambda self, value: setattr(self, "_array", np.asarray(value)))
+
+    stock, gguf.GGUFReader = gguf.GGUFReader, functools.cache(Reader)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = stock  # type: ignore[misc]
+
+
 def load(model: str | None, dtype: torch.dtype, device: torch.device, console: Console) -> tuple[Any, Any]:
     """Tokenizer and model."""
     local = model is None or Path(model).exists()
@@ -133,15 +150,18 @@ def load(model: str | None, dtype: torch.dtype, device: torch.device, console: C
     else:
         source = Path(model) if local else model
     arguments: dict[str, Any] = {"local_files_only": local}
+    reading: AbstractContextManager = nullcontext()
     if isinstance(source, Path) and source.suffix == ".gguf":
         arguments["gguf_file"], source = source.name, source.parent
+        reading = gguf_read_once() if importlib.util.find_spec("gguf") else reading  # transformers says what it lacks
     try:
         # The bars of tqdm, on stderr, would tear ours.
-        with waiting(console, "Loading the tokenizer"), redirect_stderr(StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
-        with waiting(console, "Loading the weights"), redirect_stderr(StringIO()):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **arguments)
-            loaded = loaded.to(device).eval()
+        with reading:
+            with waiting(console, "Loading the tokenizer"), redirect_stderr(StringIO()):
+                tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
+            with waiting(console, "Loading the weights"), redirect_stderr(StringIO()):
+                loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **arguments)
+                loaded = loaded.to(device).eval()
     except (OSError, ValueError) as error:  # what transformers raises for a path or id that holds no model
         raise CannotRun(f"cannot load {source}: {error}") from None
     return tokenizer, loaded

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
+# Before torch is imported, here and by the processes that tests start. Threads that spin while they wait take the cores
+# from other processes: of the eager tests that was two thirds of the time. And Inductor compiles and loads a trial for
+# every instruction set, nine seconds in each process that makes C++: the processor's word will do.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import pytest
 import torch
 
+LONGEST = ("test_real_weights", "test_layers_on_two_ranks")
+"""A minute each: first, so that no worker of pytest-xdist begins one when the others are done."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.name not in LONGEST)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -11,6 +11,18 @@ from functools import partial
 from typing import Any
 
 import torch
+
+SUPPORTED_TORCH = ((2, 11), (2, 15))
+
+# Before the imports below, of which another torch may lack some.
+_version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+if not SUPPORTED_TORCH[0] <= _version <= SUPPORTED_TORCH[1]:
+    warnings.warn(
+        f"swa_inductor supports torch {SUPPORTED_TORCH[0][0]}.{SUPPORTED_TORCH[0][1]} to "
+        f"{SUPPORTED_TORCH[1][0]}.{SUPPORTED_TORCH[1][1]}; this is torch {torch.__version__}",
+        stacklevel=2,
+    )
+
 from torch._inductor import config, ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.decomposition import select_decomp_table
@@ -57,16 +69,6 @@ __all__ = [
     "triton_heuristics",
     "triton_template",
 ]
-
-SUPPORTED_TORCH = ((2, 11), (2, 15))
-
-_version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
-if not SUPPORTED_TORCH[0] <= _version <= SUPPORTED_TORCH[1]:
-    warnings.warn(
-        f"swa_inductor supports torch {SUPPORTED_TORCH[0][0]}.{SUPPORTED_TORCH[0][1]} to "
-        f"{SUPPORTED_TORCH[1][0]}.{SUPPORTED_TORCH[1][1]}; this is torch {torch.__version__}",
-        stacklevel=2,
-    )
 
 
 def lower(op: Any, *, cuda: Callable[..., Any], cpu: Callable[..., Any] | None) -> None:

@@ -3,13 +3,15 @@
 Seen in Triton 3.6 to 3.8: float32 -> bfloat16 truncates, float8 conversions lose carries, ties, saturation and NaN,
 other conversions from and to bfloat16 and all arithmetic on it treat its bits as an integer, comparisons keep the type
 of what they compare, libdevice returns None, the smaller of NaN and a number is NaN. With numpy >= 2.4, a one-element
-array is no index any more.
+array is no index any more. And every call of a function in a kernel patches the whole language again.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ _TORCH = {
 _NATIVE = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_stock_numpy_type = functools.cache(interpreter._get_np_dtype)
 _stock_convert = interpreter._convert_float
 _stock_cast = InterpreterBuilder.cast_impl
 _stock_binary = InterpreterBuilder.binary_op
@@ -44,6 +47,7 @@ _stock_all_ones = InterpreterBuilder.get_all_ones_value
 def repair_interpreter() -> None:
     """Applies all corrections to this process, for good."""
     interpreter._convert_float = convert_float
+    interpreter._get_np_dtype = _numpy_type
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.binary_op = _binary
     InterpreterBuilder.create_fma = _fma
@@ -55,6 +59,7 @@ def repair_interpreter() -> None:
     ReduceOps.generic_reduce = _reduce
     ScanOps.generic_scan = _scan
     _repair_index()
+    _patch_language_once()
     libdevice = LibDevice()
     triton_helpers.libdevice = libdevice
     for module in (tl.extra, tl.extra.cuda):
@@ -65,6 +70,12 @@ def repair_interpreter() -> None:
 def convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: Any) -> np.ndarray:
     """Bits of `data`, of type `source`, as `target`: rounded to nearest even; float8 saturates and keeps NaN."""
     types = {**_TORCH, **_NATIVE}
+    if source.name == "bf16" and target.name == "fp32":  # these two, without torch: most of the time goes there
+        return _bits(data, np.uint16).astype(np.uint32) << 16
+    if source.name == "fp32" and target.name == "bf16" and rounding_mode != ir.ROUNDING_MODE.RTZ:
+        bits = _bits(data, np.uint32)
+        rounded = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
+        return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)
     if source.name not in types or target.name not in types or rounding_mode == ir.ROUNDING_MODE.RTZ:
         return _stock_convert(data, source, target, rounding_mode)
     values = _as_torch(data, types[source.name])
@@ -74,6 +85,14 @@ def convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding
         limit = torch.finfo(dtype).max
         values = torch.where(values.isnan(), values, values.clamp(-limit, limit))
     return values.to(dtype).view(_BITS[dtype.itemsize]).numpy().view(f"uint{8 * dtype.itemsize}").reshape(data.shape)
+
+
+def _numpy_type(dtype: tl.dtype) -> np.dtype:
+    return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _stock_numpy_type(dtype.scalar)
+
+
+def _bits(data: np.ndarray, kind: Any) -> np.ndarray:
+    return np.ascontiguousarray(data).view(kind).reshape(data.shape)
 
 
 def _as_torch(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -153,6 +172,12 @@ def _repair_index() -> None:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _patch_language_once() -> None:
+    """This process does nothing but interpret."""
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
 
 
 def _combine(
