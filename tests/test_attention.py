@@ -454,7 +454,7 @@ def test_wrong_arguments_of_norm_and_rope(op: str, bad: str) -> None:
         "rope dtype": ({"rope": table.bfloat16()}, "rope dtype: got torch.bfloat16; allowed: torch.float32"),
         "odd rope": ({"rope": table[:, :9]}, "rope shape: got (9, 9)"),
         "no rope": ({"inverse_rope": True}, "rope: got None; allowed: a table with inverse_rope"),
-        "v": ({"rope": table, "inverse_rope": True}, "rope shape: got (9, 64); allowed: rope_dim up to v_head_dim=32"),
+        "v": ({"rope": table, "inverse_rope": True}, "rope_dim even, from 2 to v_head_dim=32"),
     }[bad]
 
     def fn(q: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> object:

@@ -32,9 +32,7 @@ def check(
     """Shapes as in api_store.store; no value is read."""
     checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
     check_norm("norm", k, norm_weight, norm_eps)
-    check_rope(rope, k)
-    pairs = rope is None or not rope_interleaved or k.shape[2] % 2 == 0
-    require(pairs, "k shape", tuple(k.shape), "an even head_dim with interleaved rope")
+    check_rope(rope, k, rope_interleaved, head_dim=k.shape[2])
 
 
 def write(
