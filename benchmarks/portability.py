@@ -33,7 +33,10 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """What kernels are compiled for. norm: RMSNorm of q and K, "weight" with weights. rope_dim: dims that RoPE turns."""
+    """What kernels are compiled for. norm: RMSNorm of q and K, "weight": weighted. rope_dim: dims that RoPE turns.
+
+    every: all ops, not only attention of decode steps and of prefill, which take the most registers.
+    """
 
     spec: swa.RingSpec
     heads: int
@@ -44,6 +47,7 @@ class Shape:
     inverse: bool = False
     sinks: bool = True
     softcap: float | None = None
+    every: bool = False
     x_width: int = 1280
 
 
@@ -52,42 +56,39 @@ def _ring(window: int, step: int, dim: int, **more: Any) -> swa.RingSpec:
 
 
 SHAPES = {
-    "V4, 64 heads": Shape(_ring(128, 6, 512, shared_kv=True), 64, norm="plain", rope_dim=64, inverse=True),
-    "V4, 128 heads": Shape(_ring(128, 6, 512, shared_kv=True), 128, norm="plain", rope_dim=64, inverse=True),
-    "512 K = V, 64 heads": Shape(_ring(128, 6, 512, shared_kv=True), 64),
-    "512 K = V, 16 rows": Shape(_ring(128, 1, 512, shared_kv=True), 16),
-    "512 K and V": Shape(_ring(64, 6, 512), 16),
+    "V4": Shape(_ring(128, 6, 512, shared_kv=True), 64, norm="plain", rope_dim=64, inverse=True, every=True),
+    "512 K = V": Shape(_ring(128, 6, 512, shared_kv=True), 8),
     "512 K and V, bf16": Shape(_ring(512, 1, 512, kv_format="bf16"), 8, norm="weight", rope_dim=512, halves=True),
     "Gemma 3": Shape(
         _ring(1024, 1, 256, num_kv_heads=4, kv_format="bf16"), 8, norm="weight", rope_dim=256, halves=True, sinks=False
     ),
-    "Gemma 2": Shape(_ring(4096, 1, 256, num_kv_heads=4, kv_format="bf16"), 8, softcap=50.0, sinks=False),
-    "256, 96 rows": Shape(_ring(64, 6, 256), 16, rope_dim=256, halves=True),
-    "256 K = V": Shape(_ring(64, 6, 256, shared_kv=True), 8, rope_dim=256, halves=True, inverse=True),
+    "256, 96 rows": Shape(_ring(64, 6, 256), 16, rope_dim=256, halves=True, softcap=50.0, every=True),
     "192 and 128": Shape(
         _ring(128, 4, 192, v_head_dim=128, num_kv_heads=8), 64, rope_dim=64, halves=True, inverse=True
     ),
     "128, bf16": Shape(_ring(4096, 1, 128, num_kv_heads=8, kv_format="bf16"), 32, rope_dim=128, halves=True),
     "128 K = V": Shape(_ring(70, 5, 128, shared_kv=True), 24, norm="weight", rope_dim=32, halves=True, inverse=True),
-    "96, fp16": Shape(_ring(40, 5, 96, num_kv_heads=2), 6, FP16, norm="weight", rope_dim=96, x_width=40),
-    "gpt-oss": Shape(_ring(128, 6, 64, num_kv_heads=8, kv_format="bf16"), 64, rope_dim=64, halves=True, x_width=2880),
+    "96, fp16": Shape(_ring(40, 5, 96, num_kv_heads=2), 6, FP16, norm="weight", rope_dim=96, x_width=40, every=True),
+    "gpt-oss": Shape(
+        _ring(128, 6, 64, num_kv_heads=8, kv_format="bf16"), 64, rope_dim=64, halves=True, x_width=2880, every=True
+    ),
     "64": Shape(_ring(128, 1, 64), 8, norm="weight", rope_dim=64),
     "512 K = V, fp32": Shape(_ring(64, 6, 512, shared_kv=True), 64, FP32, norm="plain", rope_dim=64, inverse=True),
-    "256, fp32": Shape(_ring(64, 2, 256, kv_format="fp32"), 4, FP32, rope_dim=256, halves=True),
     "128, fp32": Shape(
-        _ring(70, 2, 128, shared_kv=True), 3, FP32, norm="plain", rope_dim=64, inverse=True, softcap=9.0
+        _ring(70, 2, 128, kv_format="fp32"), 3, FP32, norm="weight", rope_dim=128, halves=True, every=True
     ),
-    "64, fp32": Shape(_ring(64, 1, 64, kv_format="fp32"), 8, FP32, norm="weight", rope_dim=64, halves=True),
 }
 ARCHS = {f"sm_{major}{minor}": (major, minor) for major, minor in CARDS}
 SLOTS, SEQUENCES = 9, 2
+
+MOST_REGISTERS = ("attention", "attention, any T", "attention_prefill")
 
 LIMITS = {"gather": 2, "attention": 16, "attention_workspace": 16, "attention_index": 16, "attention_prefill": 64}
 """Words of local memory that a thread may spill, by op; none in the others."""
 
 
 def calls(shape: Shape) -> dict[str, Call]:
-    """A call of each op with a template; `attention, any T` compiles for any number of tokens."""
+    """Calls of the ops with a template; `attention, any T` compiles for any number of tokens."""
     spec, tokens = shape.spec, SEQUENCES * shape.spec.tokens_per_step
 
     def vectors(heads: int, dim: int | None) -> Tensor | None:
@@ -114,7 +115,7 @@ def calls(shape: Shape) -> dict[str, Call]:
 
     decode = {**ring, **plain, **around, "tokens_per_step": spec.tokens_per_step}
     of_records = {"kv_format": spec.kv_format, "v_head_dim": spec.v_head_dim}
-    return {
+    made = {
         "store": call(swa.store, *new, **ring, **in_front),
         "store_cast_back": call(swa.store_cast_back, *new, **ring, **in_front),
         "norm_store": call(
@@ -131,6 +132,7 @@ def calls(shape: Shape) -> dict[str, Call]:
         ),
         "gather": call(swa.gather, cache, ids[:2], at[:2], **ring, dtype=shape.dtype, k=k, v=v),
     }
+    return {op: made[op] for op in made if shape.every or op in MOST_REGISTERS}
 
 
 def step_calls(width: int | None) -> dict[str, Call]:

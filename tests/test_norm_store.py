@@ -276,6 +276,8 @@ def test_wrong_values() -> None:
         assert message in str(error.value)
     odd = swa.RingSpec(4, 1, 33, shared_kv=True, kv_format="fp32")
     rest = (torch.zeros(odd.cache_shape(1), dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.arange(1))
-    with pytest.raises(swa.InvalidArgumentError, match="head_dim: got 33; allowed: an even number with rope_interleaved"):
+    with pytest.raises(
+        swa.InvalidArgumentError, match="head_dim: got 33; allowed: an even number with rope_interleaved"
+    ):
         swa.store(torch.ones(1, 1, 33, dtype=FP32), None, *rest, spec=odd, rope=torch.ones(1, 2))
     assert torch.equal(x["cache"], before)
