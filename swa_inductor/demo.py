@@ -149,7 +149,7 @@ def load(model: str | None, dtype: torch.dtype, device: torch.device, console: C
             source: str | Path = importlib.import_module(PACKAGED_MODEL).assemble()
     else:
         source = Path(model) if local else model
-    arguments: dict[str, Any] = {"local_files_only": local}
+    arguments: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     reading: AbstractContextManager = nullcontext()
     if isinstance(source, Path) and source.suffix == ".gguf":
         arguments["gguf_file"], source = source.name, source.parent
@@ -160,7 +160,9 @@ def load(model: str | None, dtype: torch.dtype, device: torch.device, console: C
             with waiting(console, "Loading the tokenizer"), redirect_stderr(StringIO()):
                 tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
             with waiting(console, "Loading the weights"), redirect_stderr(StringIO()):
-                loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **arguments)
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    source, dtype=dtype, use_safetensors=True, **arguments
+                )
                 loaded = loaded.to(device).eval()
     except (OSError, ValueError) as error:  # what transformers raises for a path or id that holds no model
         raise CannotRun(f"cannot load {source}: {error}") from None

@@ -168,7 +168,7 @@ def _on_meta(model: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=local)
+        config = AutoConfig.from_pretrained(model, local_files_only=local, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # of no common class: for what is no model, and for configs that make none

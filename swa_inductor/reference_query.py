@@ -26,14 +26,9 @@ class Query(NamedTuple):
     def check(self, q: Tensor, v_dim: Any) -> None:
         """The arguments, for q [T, H, head_dim] and values of `v_dim`."""
         check_norm("q_norm", q, self.q_norm_weight, self.q_norm_eps)
-        check_rope(self.rope, q)
         require(self.rope is not None or not self.inverse_rope, "rope", None, "a table with inverse_rope")
-        if self.rope is None:
-            return
-        turned = [("head_dim", q.shape[-1]), ("v_head_dim", v_dim)][: 1 + self.inverse_rope]
-        for name, dim in turned:
-            require(self.rope.shape[1] <= dim, "rope shape", tuple(self.rope.shape), f"rope_dim up to {name}={dim}")
-            require(dim % 2 == 0 or not self.rope_interleaved, name, dim, "an even number with rope_interleaved")
+        dims = {"head_dim": q.shape[-1], **({"v_head_dim": v_dim} if self.inverse_rope else {})}
+        check_rope(self.rope, q, self.rope_interleaved, **dims)
 
     def around(
         self, attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, state_ids: Tensor, positions: Tensor

@@ -7,6 +7,8 @@ row whose position lies beyond the table has bad metadata: it counts as a padded
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,8 +70,8 @@ def check_norm(name: str, x: Tensor, weight: Tensor | None, eps: float | None) -
     require(weight.device == x.device, f"{name}_weight device", weight.device, str(x.device))
 
 
-def check_rope(table: Tensor | None, *vectors: Tensor) -> None:
-    """A RoPE table for `vectors` [.., dim]."""
+def check_rope(table: Tensor | None, x: Tensor, interleaved: bool, **dims: Any) -> None:
+    """A RoPE table for vectors like `x`; `dims`: of each kind of vector that it turns, by name."""
     if table is None:
         return
     require(table.dtype == torch.float32, "rope dtype", table.dtype, "torch.float32")
@@ -77,8 +79,9 @@ def check_rope(table: Tensor | None, *vectors: Tensor) -> None:
     require(table.dim() == 2, "rope shape", tuple(table.shape), what)
     require(table.shape[0] >= 1, "rope shape", tuple(table.shape), "at least one position")
     require(table.stride(1) == 1, "rope stride(1)", table.stride(1), "1")
+    require(table.device == x.device, "rope device", table.device, str(x.device))
     rope_dim = table.shape[1]
-    for x in vectors:
-        ok = rope_dim % 2 == 0 and 2 <= rope_dim <= x.shape[-1]
-        require(ok, "rope shape", tuple(table.shape), f"{what}, from 2 to the vectors' dim {x.shape[-1]}")
-        require(table.device == x.device, "rope device", table.device, str(x.device))
+    for name, dim in dims.items():
+        ok = rope_dim % 2 == 0 and 2 <= rope_dim <= dim
+        require(ok, "rope shape", tuple(table.shape), f"{what}, from 2 to {name}={dim}")
+        require(not interleaved or dim % 2 == 0, name, dim, "an even number with rope_interleaved")

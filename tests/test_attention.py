@@ -413,15 +413,17 @@ def test_programs_that_keep_the_whole_window(case: Case, tokens: str) -> None:
 
 
 def test_a_window_is_kept_only_where_it_fits() -> None:
-    h200, ada, a100 = (
+    h200, ada, a100, rtx = (
         SimpleNamespace(major=major, shared_memory_per_block_optin=kb * 1024)
-        for major, kb in ((9, 227), (8, 99), (8, 163))
+        for major, kb in ((9, 227), (8, 99), (8, 163), (12, 99))
     )
     assert resident(64, 1, 512, 128, BF16, h200, PLAIN)["TILES"] == (128,)
     assert resident(128, 2, 512, 128, BF16, h200, PLAIN)["TILES"] == (64, 64, 16)
     for card, dim, window, dtype in (
         (ada, 512, 128, BF16),
         (a100, 512, 128, BF16),
+        (a100, 128, 128, BF16),  # mma.sync: operands lie in registers
+        (rtx, 128, 128, BF16),
         (h200, 512, 256, BF16),
         (h200, 192, 128, BF16),
         (h200, 512, 128, torch.float32),
@@ -454,7 +456,7 @@ def test_wrong_arguments_of_norm_and_rope(op: str, bad: str) -> None:
         "rope dtype": ({"rope": table.bfloat16()}, "rope dtype: got torch.bfloat16; allowed: torch.float32"),
         "odd rope": ({"rope": table[:, :9]}, "rope shape: got (9, 9)"),
         "no rope": ({"inverse_rope": True}, "rope: got None; allowed: a table with inverse_rope"),
-        "v": ({"rope": table, "inverse_rope": True}, "rope shape: got (9, 64); allowed: rope_dim up to v_head_dim=32"),
+        "v": ({"rope": table, "inverse_rope": True}, "rope_dim even, from 2 to v_head_dim=32"),
     }[bad]
 
     def fn(q: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> object:
@@ -485,7 +487,9 @@ def test_max_autotune_tries_more(monkeypatch: pytest.MonkeyPatch) -> None:
     args = [x[n] for n in ATTENTION_ARGS]
     codes = [generate_code(attention_op(case), *args, options={"max_autotune": on}) for on in (False, True)]
     (one, _), (more, examples) = seen
-    assert len(one) == 1 and len(more) == 1 + len(_attend.variants(_attend.config(32, 64, BF16)))
+    assert len(one) == 1 and len(more) == 1 + len(
+        _attend.variants(_attend.config(32, 64, BF16, SimpleNamespace(major=9)))
+    )
     assert len({str(choice.description) for choice in more}) == len(more)
     assert all("BLOCK_M=32" in choice.description for choice in more)
     ids, at = (examples[i] for i in (2, 3))

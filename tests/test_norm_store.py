@@ -234,7 +234,7 @@ WRONG = {
     "norm_weight": ({"norm_weight": lambda t: t[1:]}, "norm_weight shape: got (63,); allowed: [64]"),
     "rope dtype": ({"rope": lambda t: t.bfloat16()}, "rope dtype: got torch.bfloat16; allowed: torch.float32"),
     "rope odd": ({"rope": lambda t: t[:, :31]}, "allowed: [num_positions, rope_dim], cos then sin, rope_dim even"),
-    "rope wide": ({"rope": lambda t: torch.cat([t, t], 1)}, "from 2 to the vectors' dim 64"),
+    "rope wide": ({"rope": lambda t: torch.cat([t, t], 1)}, "from 2 to head_dim=64"),
     "rope empty": ({"rope": lambda t: t[:0]}, "rope shape: got (0, 64); allowed: at least one position"),
     "rope strides": ({"rope": lambda t: t.T.contiguous().T}, "rope stride(1): got"),
 }
@@ -276,6 +276,8 @@ def test_wrong_values() -> None:
         assert message in str(error.value)
     odd = swa.RingSpec(4, 1, 33, shared_kv=True, kv_format="fp32")
     rest = (torch.zeros(odd.cache_shape(1), dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.arange(1))
-    with pytest.raises(swa.InvalidArgumentError, match="k shape: .* an even head_dim with interleaved rope"):
+    with pytest.raises(
+        swa.InvalidArgumentError, match="head_dim: got 33; allowed: an even number with rope_interleaved"
+    ):
         swa.store(torch.ones(1, 1, 33, dtype=FP32), None, *rest, spec=odd, rope=torch.ones(1, 2))
     assert torch.equal(x["cache"], before)

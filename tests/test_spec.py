@@ -27,7 +27,13 @@ def test_the_numbers_of_the_model_that_set_them() -> None:
     ],
 )
 def test_record_bytes(kwargs: dict, record: int) -> None:
-    assert swa.RingSpec(128, 6, 512, **kwargs).record_bytes == record
+    got = swa.RingSpec(128, 6, 512, **kwargs).record_bytes
+    assert got == record and isinstance(got, int)
+
+
+def test_least_sizes() -> None:
+    spec = swa.RingSpec(1, 1, 1, num_kv_heads=1, v_head_dim=1, kv_format="fp32", min_amax=1e-30)
+    assert spec.cache_shape(1) == (1, 2, 1, 8) and spec.output_head_dim == 1
 
 
 @pytest.mark.parametrize("d", range(1, 9))
@@ -66,6 +72,9 @@ def test_visible(position: int, valid_start: int, lo: int, n: int, first: int, l
         ({"window": 0}, "window: got 0; allowed: an integer of at least 1"),
         ({"tokens_per_step": 0}, "tokens_per_step: got 0"),
         ({"num_kv_heads": 0}, "num_kv_heads: got 0"),
+        ({"head_dim": 64.0}, "head_dim: got 64.0; allowed: an integer of at least 1"),
+        ({"v_head_dim": 0}, "v_head_dim: got 0; allowed: an integer of at least 1"),
+        ({"v_head_dim": 48}, "head_dim: got 48; allowed: a multiple of 32"),
         ({"shared_kv": True, "v_head_dim": 64}, "v_head_dim: got 64; allowed: None when shared_kv"),
         ({"min_amax": 0.0}, "min_amax: got 0.0; allowed: a positive number"),
     ],

@@ -16,8 +16,13 @@ from swa_inductor.spec import MXFP8_BLOCK, vector_bytes
 DOT_TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
 
 
-def config(rows: int, widest: int, dtype: torch.dtype, keys: int = 0) -> dict[str, int]:
-    """Tile sizes for `rows` query rows and vectors of `widest` values; few or no spills (tests/test_ptxas.py).
+def reads_shared_memory(card: Any) -> bool:
+    """Whether tensor cores take operands from shared memory (wgmma, tcgen05); with mma.sync they lie in registers."""
+    return card.major in (9, 10)
+
+
+def config(rows: int, widest: int, dtype: torch.dtype, card: Any, keys: int = 0) -> dict[str, int]:
+    """Tile sizes for `rows` query rows and vectors of `widest` values; few or no spills (benchmarks/portability.py).
 
     `keys`: of the whole window, where a program may have it to itself. One query of Gemma 3 4B (two rows of 256 values,
     1,024 keys) took 66 us for 64 sequences, with two stages 120 us and with 64 keys 67 to 70; one of gpt-oss (8 rows of
@@ -28,7 +33,8 @@ def config(rows: int, widest: int, dtype: torch.dtype, keys: int = 0) -> dict[st
         block_m, num_stages = 16, 1
         block_n, num_warps = (16, 16) if widest > 256 else (16, 8) if widest > 128 else (32, 4)
     else:
-        block_m = min(max(16, next_power_of_2(rows)), 64)  # a tensor-core tile has at least 16 rows
+        small = 64 < widest <= 256 and not reads_shared_memory(card)
+        block_m = min(max(16, next_power_of_2(rows)), 32 if small else 64)  # a tensor-core tile has at least 16 rows
         if widest > 256:
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 16, 8, 1
         elif widest > 128:
@@ -36,7 +42,7 @@ def config(rows: int, widest: int, dtype: torch.dtype, keys: int = 0) -> dict[st
         elif widest <= 64 < keys <= 128 and block_m == 16:
             block_n, num_warps, num_stages = 128, 4, 1
         else:
-            block_n, num_warps, num_stages = 64, 4, 2
+            block_n, num_warps, num_stages = 32 if small else 64, 4, 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
 
 
@@ -48,12 +54,12 @@ def variants(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(("BLOCK_N", "num_warps", "num_stages"), one, strict=True)) for one in tried if one[1] <= 16]
 
 
-def prefill_config(widest: int, dtype: torch.dtype) -> dict[str, int]:
+def prefill_config(widest: int, dtype: torch.dtype, card: Any) -> dict[str, int]:
     """As `config` for a kernel with two kinds of keys, which leave fewer registers: smaller tiles of keys.
 
     On sm_90 nothing spills but at 512 values (8 words); elsewhere up to 56 words do (ptxas, 2026-11-30).
     """
-    options = config(64, widest, dtype)
+    options = config(64, widest, dtype, card)
     options["BLOCK_N"] = 16 if widest > (64 if dtype == torch.float32 else 128) else 32
     return options
 
@@ -76,7 +82,7 @@ def resident(
     130 us for 1, 8, 64 and 256 sequences, 64 rows a program for the first two, where tiles of 16 keys took 20.9, 48.8,
     287 and 1,140 (H200, triton 3.6, 2026-11-30).
     """
-    if dtype == torch.float32 or dim < 128 or dim != next_power_of_2(dim) or card.major < 9:
+    if dtype == torch.float32 or dim < 128 or dim != next_power_of_2(dim) or not reads_shared_memory(card):
         return None
     block_n, warps = (128, 4) if block_m == 64 else (64, 8)
     whole, rest = divmod(window + tokens - 1, block_n)

@@ -84,7 +84,9 @@ def lower_cuda(
         options = _attend.resident(block_m, min(spread, tokens_per_step), dim, window, q.get_dtype(), card, around)
     if options is None:
         keys = window + tokens_per_step - 1
-        options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), keys) | {"TILES": ()}
+        options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), card, keys) | {
+            "TILES": ()
+        }
         programs = None if steps is None else steps * -(-rows // options["BLOCK_M"])
         shares = splits(programs, keys, options["BLOCK_N"], card.multi_processor_count)
         if (

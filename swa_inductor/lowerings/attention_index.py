@@ -31,7 +31,8 @@ def lower_cuda(
 ) -> tuple[Any, Any]:
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(cache.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
-    options = _attend.config(groups, vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
+    card = torch.cuda.get_device_properties(q.get_device())
+    options = _attend.config(groups, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), card)
     return _attend.launch(
         TEMPLATE,
         [q, cache, index],

@@ -55,7 +55,7 @@ def lower_cuda(
         block_t = max(tile["BLOCK_T"], shared)
         options = _attend.resident(128, block_t, dim, window, q.get_dtype(), card, around, widest=128)
     if options is None:
-        options = _attend.prefill_config(vector_block(max(dim, v_head_dim or 0)), q.get_dtype()) | {"TILES": ()}
+        options = _attend.prefill_config(vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), card) | {"TILES": ()}
     return _attend.launch(
         TEMPLATE,
         [x for x in (q, k, v, cache, state_ids, positions, q_starts, valid_start) if x is not None],

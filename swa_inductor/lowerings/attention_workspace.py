@@ -32,7 +32,8 @@ def lower_cuda(
     dim, kv_heads = _inductor.int_of(q.get_size()[2]), _inductor.int_of(k.get_size()[1])
     v_head_dim = None if v is None else _inductor.int_of(v.get_size()[2])
     groups = _inductor.int_of(q.get_size()[1]) // kv_heads
-    options = _attend.config(64, vector_block(max(dim, v_head_dim or 0)), q.get_dtype())
+    card = torch.cuda.get_device_properties(q.get_device())
+    options = _attend.config(64, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), card)
     return _attend.launch(
         TEMPLATE,
         [x for x in (q, k, v, pivots) if x is not None],

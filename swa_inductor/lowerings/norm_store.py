@@ -8,6 +8,7 @@ import torch
 
 from swa_inductor.lowerings import _attend, _inductor, store
 from swa_inductor.lowerings._template import next_power_of_2, source
+from swa_inductor.meta._store import Write
 from swa_inductor.reference_rope import rms_norm
 
 
@@ -24,9 +25,10 @@ def grid(tokens: Any, kv_heads: Any, meta: dict[str, Any], *, cdiv: Any) -> tupl
 TEMPLATE = _inductor.triton_template("norm_store", grid, source("norm_store"))
 
 
-def lower_cuda(x: Any, x_weight: Any, k: Any, v: Any, *args: Any, x_eps: float, **options: Any) -> Any:
+def lower_cuda(x: Any, x_weight: Any, *args: Any, x_eps: float, **options: Any) -> Any:
+    write = Write(*args, **options)
     width = _inductor.int_of(x.get_size()[1])
-    dims = [_inductor.int_of(vector.get_size()[2]) for vector in (k, v) if vector is not None]
+    dims = [_inductor.int_of(vector.get_size()[2]) for vector in (write.k, write.v) if vector is not None]
     constants = {
         **config(max(dims), width),
         "N": width,
@@ -36,11 +38,11 @@ def lower_cuda(x: Any, x_weight: Any, k: Any, v: Any, *args: Any, x_eps: float, 
         "X_WEIGHT_GIVEN": x_weight is not None,
     }
     normed = _inductor.fixed_layout(x.get_device(), x.get_dtype(), x.get_size())
-    return store.launch(TEMPLATE, normed, k, v, *args, x=x, x_weight=x_weight, more=constants, **options)
+    return store.launch(TEMPLATE, normed, write, x=x, x_weight=x_weight, more=constants)
 
 
 def lower_cpu(x: Any, x_weight: Any, *args: Any, x_eps: float, **options: Any) -> Any:
-    store.write_cpu(*args, **options)
+    store.write_cpu(Write(*args, **options))
     return store.rounded(lambda x, weight: rms_norm(x, weight, x_eps), x, x_weight)
 
 

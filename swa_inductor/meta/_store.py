@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
 from torch import Tensor
 
 from swa_inductor import checks, reference
@@ -15,49 +18,41 @@ ARGUMENTS = (
 OPTIONS = "float? norm_eps=None, bool rope_interleaved=True"
 
 
-def check(
-    k: Tensor,
-    v: Tensor | None,
-    cache: Tensor,
-    state_ids: Tensor,
-    positions: Tensor,
-    norm_weight: Tensor | None = None,
-    rope: Tensor | None = None,
-    *,
-    kv_format: str,
-    min_amax: float,
-    norm_eps: float | None = None,
-    rope_interleaved: bool = True,
-) -> None:
-    """Shapes as in api_store.store; no value is read."""
-    checks.check_store(k, v, cache, state_ids, positions, kv_format, min_amax)
-    check_norm("norm", k, norm_weight, norm_eps)
-    check_rope(rope, k)
-    pairs = rope is None or not rope_interleaved or k.shape[2] % 2 == 0
-    require(pairs, "k shape", tuple(k.shape), "an even head_dim with interleaved rope")
+@dataclass(frozen=True)
+class Write:
+    """The arguments of a call, as api_store.store explains them. The tensors are nodes of a graph in a lowering."""
 
+    k: Any
+    v: Any
+    cache: Any
+    state_ids: Any
+    positions: Any
+    norm_weight: Any = None
+    rope: Any = None
+    _: KW_ONLY
+    kv_format: str
+    min_amax: float
+    norm_eps: float | None = None
+    rope_interleaved: bool = True
 
-def write(
-    k: Tensor,
-    v: Tensor | None,
-    cache: Tensor,
-    state_ids: Tensor,
-    positions: Tensor,
-    norm_weight: Tensor | None = None,
-    rope: Tensor | None = None,
-    *,
-    kv_format: str,
-    min_amax: float,
-    norm_eps: float | None = None,
-    rope_interleaved: bool = True,
-) -> Tensor:
-    """Check the values of arguments that `check` has seen, and store; returns k as it is cast, after norm and RoPE."""
-    checks.check_values(cache, state_ids, positions)
-    if rope is not None and checks.readable(positions):
-        end = rope.shape[0]
-        beyond = positions[(state_ids >= 0) & (positions >= end)]
-        allowed = f"below {end}, the positions of rope, where state_ids >= 0"
-        require(beyond.numel() == 0, "positions", beyond[:1].tolist(), allowed)
-    k = norm_rope(k, positions, norm_weight, norm_eps, rope, rope_interleaved)
-    reference.store(k, v, cache, within(rope, state_ids, positions), positions, kv_format, min_amax)
-    return k
+    def check(self) -> None:
+        """Shapes and dtypes; no value is read."""
+        where = (self.cache, self.state_ids, self.positions)
+        checks.check_store(self.k, self.v, *where, self.kv_format, self.min_amax)
+        check_norm("norm", self.k, self.norm_weight, self.norm_eps)
+        check_rope(self.rope, self.k, self.rope_interleaved, head_dim=self.k.shape[2])
+
+    def __call__(self) -> Tensor:
+        """Check everything, values where they can be read, and store; returns k as it is cast, after norm and RoPE."""
+        self.check()
+        state_ids, positions, rope = self.state_ids, self.positions, self.rope
+        checks.check_values(self.cache, state_ids, positions)
+        if rope is not None and checks.readable(positions):
+            end = rope.shape[0]
+            beyond = positions[(state_ids >= 0) & (positions >= end)]
+            allowed = f"below {end}, the positions of rope, where state_ids >= 0"
+            require(beyond.numel() == 0, "positions", beyond[:1].tolist(), allowed)
+        k = norm_rope(self.k, positions, self.norm_weight, self.norm_eps, rope, self.rope_interleaved)
+        ids = within(rope, state_ids, positions)
+        reference.store(k, self.v, self.cache, ids, positions, self.kv_format, self.min_amax)
+        return k

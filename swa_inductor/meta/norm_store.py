@@ -24,7 +24,7 @@ def fake(
     x_eps: float,
     **options: Any,
 ) -> Tensor:
-    _store.check(k, v, cache, *args, **options)
+    _store.Write(k, v, cache, *args, **options).check()
     checks.check_normed(x, k.shape[0], cache)
     check_norm("x", x, x_weight, x_eps)
     return x.new_empty(x.shape)
@@ -32,7 +32,7 @@ def fake(
 
 def eager(x: Tensor, x_weight: Tensor | None, *args: Any, x_eps: float, **options: Any) -> Tensor:
     fake(x, x_weight, *args, x_eps=x_eps, **options)
-    _store.write(*args, **options)
+    _store.Write(*args, **options)()
     return rms_norm(x, x_weight, x_eps).to(x.dtype).contiguous()
 
 

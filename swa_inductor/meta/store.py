@@ -11,12 +11,11 @@ SCHEMA = f"store({_store.ARGUMENTS}{_store.OPTIONS}) -> ()"
 
 
 def fake(*args: Any, **options: Any) -> None:
-    _store.check(*args, **options)
+    _store.Write(*args, **options).check()
 
 
 def eager(*args: Any, **options: Any) -> None:
-    _store.check(*args, **options)
-    _store.write(*args, **options)
+    _store.Write(*args, **options)()
 
 
 define(SCHEMA, fake=fake, eager=eager)

@@ -14,17 +14,14 @@ SCHEMA = f"store_cast_back({_store.ARGUMENTS}{_store.OPTIONS}) -> (Tensor, Tenso
 
 
 def fake(k: Tensor, v: Tensor | None, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    _store.check(k, v, *args, **options)
+    _store.Write(k, v, *args, **options).check()
     return k.new_empty(k.shape), k.new_empty((0,) if v is None else v.shape)
 
 
-def eager(
-    k: Tensor, v: Tensor | None, *args: Any, kv_format: str, min_amax: float, **options: Any
-) -> tuple[Tensor, Tensor]:
-    options |= {"kv_format": kv_format, "min_amax": min_amax}
-    _store.check(k, v, *args, **options)
-    k = _store.write(k, v, *args, **options)
-    back = [k.new_empty(0) if x is None else records.round_trip(x, kv_format, min_amax) for x in (k, v)]
+def eager(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    write = _store.Write(*args, **options)
+    k, form = write(), (write.kv_format, write.min_amax)
+    back = [k.new_empty(0) if x is None else records.round_trip(x, *form) for x in (k, write.v)]
     return back[0].contiguous(), back[1].contiguous()
 
 
