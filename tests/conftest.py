@@ -1,9 +1,14 @@
-"""Shared by all tests: the gpu marker, and the kernel figures printed at the end of the log."""
+"""Shared by all tests: the gpu marker, profiles of Hypothesis, the kernel figures printed at the end of the log."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("ci")  # the same examples every time; `--hypothesis-profile=nightly`: others, and many more
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
