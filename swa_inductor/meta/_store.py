@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swa_inductor import checks, reference
+from swa_inductor import checks, checks_values, reference
 from swa_inductor.errors import require
 from swa_inductor.reference_rope import check_norm, check_rope, norm_rope, within
 
@@ -52,8 +52,8 @@ def write(
     rope_interleaved: bool = True,
 ) -> Tensor:
     """Check the values of arguments that `check` has seen, and store; returns k as it is cast, after norm and RoPE."""
-    checks.check_values(cache, state_ids, positions)
-    if rope is not None and checks.readable(positions):
+    checks_values.check_values(cache, state_ids, positions)
+    if rope is not None and checks_values.readable(positions):
         end = rope.shape[0]
         beyond = positions[(state_ids >= 0) & (positions >= end)]
         allowed = f"below {end}, the positions of rope, where state_ids >= 0"
