@@ -102,7 +102,7 @@ def ring_write_raw(values: Tensor, cache: Tensor, state_ids: Tensor, positions: 
         InvalidArgumentError: as in `store`.
     """
     check_spec(spec, cache, RawRingSpec)
-    check_raw_values(values, spec)
+    check_raw_values(values, cache, spec.width)
     store(values[:, None], None, cache, state_ids, positions, spec=spec.ring)
 
 
@@ -276,7 +276,7 @@ def attention_workspace(
         pivots,
         sinks,
         window=window,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_default_scale(q) if scale is None else scale,
         softcap=softcap,
         return_lse=return_lse,
     )
@@ -311,13 +311,17 @@ def attention_index(
         cache,
         index,
         sinks,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_default_scale(q) if scale is None else scale,
         kv_format=kv_format,
         v_head_dim=v_head_dim,
         softcap=softcap,
         return_lse=return_lse,
     )
     return (out, lse) if return_lse else out
+
+
+def _default_scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() else 1.0  # the op says what is wrong with q
 
 
 def merge_attention(

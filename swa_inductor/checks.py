@@ -18,7 +18,7 @@ from swa_inductor.spec import VALUE_BYTES, RawRingSpec, RingSpec, record_bytes, 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _tensor(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], what: str) -> None:
+def _tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], what: str) -> None:
     """`shape` holds a required size, or None for any, per dimension; `what` describes it to the reader."""
     if not isinstance(t, torch.Tensor):  # this runs at every eager call: words only for an error
         require(False, name, t, f"a tensor {what}")
@@ -44,7 +44,7 @@ def check_spec(
     Traced like its caller, so that it forms no words unless there is an error.
     """
     if not isinstance(spec, kind):
-        require(False, "spec", repr(spec), f"a {kind.__name__}")
+        require(False, "spec", type(spec).__name__, f"a {kind.__name__}")
     ring = spec if isinstance(spec, RingSpec) else spec.ring
     if isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.shape[1] != ring.rows:
         require(False, "cache shape", tuple(cache.shape), f"R={ring.rows} rows, those of spec")
@@ -207,7 +207,7 @@ def check_attention_workspace(
     _check_query(q, k.shape[1], sinks, scale, softcap)
     _check_new(k, v, None, k.shape[1], dim, None, q.dtype)
     _tensor("pivots", pivots, (torch.int32,), (tokens, 4), f"[T={tokens}, 4]")
-    _same_device(q, k=k, v=v, pivots=pivots, sinks=sinks)
+    _same_device(q, "queries are", k=k, v=v, pivots=pivots, sinks=sinks)
     require(window >= 1, "window", window, "an integer of at least 1")
 
 
@@ -305,7 +305,7 @@ def check_prepare_decode(
     _tensor("lengths", lengths, (torch.int64,), (sequences,), f"[B={sequences}]")
     lists = {"accepted": accepted, "valid_start": valid_start, "draft_counts": draft_counts}
     for name, t in lists.items():
-        if t is not None:
+        if t is not None or name == "accepted":
             _tensor(name, t, (torch.int32,), (sequences,), f"[B={sequences}]")
     _same_device(state_ids, "state_ids are", lengths=lengths, **lists)
     require(tokens_per_step >= 1, "tokens_per_step", tokens_per_step, "an integer of at least 1")
@@ -366,7 +366,7 @@ def check_prefill_plan(
     sequences = state_ids.shape[0]
     lists = {"q_lens": q_lens, "k_lens": k_lens, "valid_start": valid_start}
     for name, t in lists.items():
-        if t is not None:
+        if t is not None or name != "valid_start":
             _tensor(name, t, (torch.int32,), (sequences,), f"[B={sequences}]")
     _same_device(state_ids, "state_ids are", **lists)
     require(num_tokens >= 0, "num_tokens", num_tokens, "0 and up")
@@ -404,25 +404,24 @@ def check_ring_read_raw(
     require_capacity(cache.shape[1], window, 1)
 
 
-def check_raw_values(values: torch.Tensor, spec: RawRingSpec) -> None:
+def check_raw_values(values: torch.Tensor, cache: torch.Tensor, width: int) -> None:
     """Entries that go into a raw ring (api.ring_write_raw); traced like check_spec."""
-    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.shape[1] != spec.width:
-        got = tuple(values.shape) if isinstance(values, torch.Tensor) else values
-        require(False, "values shape", got, f"[T, width={spec.width}]")
+    _tensor("values", values, FLOATS, (None, None), "[T, width]")
+    if values.shape[1] != width:
+        require(False, "values shape", tuple(values.shape), f"[T, width={width}]")
+    if isinstance(cache, torch.Tensor):
+        _same_device(cache, values=values)
 
 
 def check_merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
     """Arguments of api.merge_attention, which is no op; traced like check_spec. fp64 is for those who judge others."""
-    if not isinstance(out_a, torch.Tensor) or out_a.dim() != 3:
-        require(False, "out_a shape", tuple(getattr(out_a, "shape", ())), "a tensor [T, H, Dv]")
-    others = {"out_b": out_b, "lse_a": lse_a, "lse_b": lse_b, **({} if sinks is None else {"sinks": sinks})}
-    for name, t in others.items():
-        shape = out_a.shape if name == "out_b" else out_a.shape[1:2] if name == "sinks" else out_a.shape[:2]
-        if not isinstance(t, torch.Tensor) or t.shape != shape:
-            require(False, f"{name} shape", tuple(getattr(t, "shape", ())), f"{tuple(shape)}, as out_a has it")
-        if name.startswith("lse") and t.dtype not in (torch.float32, torch.float64):
-            require(False, f"{name} dtype", t.dtype, "torch.float32")
-        if t.device != out_a.device:
-            require(False, f"{name} device", t.device, f"{out_a.device}, where out_a is")
+    _tensor("out_a", out_a, (*FLOATS, torch.float64), (None, None, None), "[T, H, Dv]")
+    lse = ((torch.float32, torch.float64), tuple(out_a.shape[:2]), "[T, H], as out_a has them")
+    _tensor("lse_a", lse_a, *lse)
+    _tensor("out_b", out_b, (*FLOATS, torch.float64), tuple(out_a.shape), "[T, H, Dv], as out_a has them")
+    _tensor("lse_b", lse_b, *lse)
+    if sinks is not None:
+        _tensor("sinks", sinks, (*FLOATS, torch.float64), tuple(out_a.shape[1:2]), "[H], as out_a has it")
+    _same_device(out_a, "first output is", lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks)

@@ -20,22 +20,23 @@ VALUE_BYTES = {"mxfp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one stored value, by record format."""
 
 
-def vector_bytes(kv_format: str, dim: int) -> int:
+def vector_bytes(kv_format: str, dim: int, name: str = "head_dim") -> int:
     """Bytes of one stored vector of `dim` values: data, then (mxfp8) one scale byte per block of 32.
 
-    Raises InvalidArgumentError for an unknown format, or an mxfp8 `dim` that is no multiple of 32.
+    Raises InvalidArgumentError for an unknown format, or an mxfp8 dim, called `name`, that is no multiple of 32.
     """
     known = isinstance(kv_format, str) and kv_format in VALUE_BYTES
     require(known, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, VALUE_BYTES)))
     if kv_format != "mxfp8":
         return dim * VALUE_BYTES[kv_format]
-    require(dim % MXFP8_BLOCK == 0, "head_dim", dim, f"a multiple of {MXFP8_BLOCK} in format 'mxfp8'")
+    require(dim % MXFP8_BLOCK == 0, name, dim, f"a multiple of {MXFP8_BLOCK} in format 'mxfp8'")
     return dim + dim // MXFP8_BLOCK
 
 
 def record_bytes(kv_format: str, head_dim: int, v_head_dim: int | None) -> int:
     """Bytes of one (token, KV head) record: the K vector, then the V vector unless K = V (`v_head_dim` None)."""
-    return vector_bytes(kv_format, head_dim) + (0 if v_head_dim is None else vector_bytes(kv_format, v_head_dim))
+    k_bytes = vector_bytes(kv_format, head_dim)
+    return k_bytes + (0 if v_head_dim is None else vector_bytes(kv_format, v_head_dim, "v_head_dim"))
 
 
 def require_capacity(rows: int, window: int, tokens_per_step: int) -> None:
