@@ -248,10 +248,10 @@ NORM_ROWS = [
     ),
     ({"cache": lambda t: t[:0]}, "cache shape: got (0, 10, 2, 99); allowed: at least one slot"),
     ({"v": None}, "cache shape: got (4, 10, 2, 99); allowed: [num_slots, R, num_kv_heads=2, record_bytes=66]"),
-    ({"rope": lambda t: t[:, :31]}, "rope shape: got (10000, 31); allowed: [num_positions, rope_dim], cos then sin"),
-    ({"rope": lambda t: torch.cat([t, t, t], 1)}, "rope shape: got (10000, 96)"),
+    ({"rope": lambda t: t[:, :31]}, "rope shape: got (302, 31); allowed: [num_positions, rope_dim], cos then sin"),
+    ({"rope": lambda t: torch.cat([t, t, t], 1)}, "rope shape: got (302, 96)"),
     ({"rope": lambda t: t[:0]}, "rope shape: got (0, 32); allowed: at least one position"),
-    ({"rope": lambda t: t.T.contiguous().T}, "rope stride(1): got 10000; allowed: 1"),
+    ({"rope": lambda t: t.T.contiguous().T}, "rope stride(1): got 302; allowed: 1"),
 ]
 SOFTMAX_ROWS = [
     *(({"scale": scale}, f"scale: got {scale}; allowed: a finite number") for scale in (NAN, INF, -INF)),
@@ -266,7 +266,7 @@ QUERY_ROWS = [
     ),
     ({"q_norm_eps": None}, "q_norm_eps: got None; allowed: a positive number with q_norm_weight"),
     ({"rope": None}, "rope: got None; allowed: a table with inverse_rope"),
-    ({"rope": lambda t: torch.cat([t, t], 1)}, "rope shape: got (10000, 64); allowed: rope_dim up to v_head_dim=32"),
+    ({"rope": lambda t: torch.cat([t, t], 1)}, "rope shape: got (302, 64); allowed: rope_dim up to v_head_dim=32"),
     ({"spec": swa.RingSpec(9, 2, 64, num_kv_heads=2, v_head_dim=32)}, "cache shape: got (4, 10, 2, 99); allowed: R=11"),
 ]
 VALUE_ROWS = [  # in eager mode on the CPU alone; elsewhere such rows are padding
