@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from swa_inductor.api_store import store
+from swa_inductor.checks import check_merge, check_raw_values, check_spec
 from swa_inductor.spec import RawRingSpec, RingSpec
 
 
@@ -64,6 +65,7 @@ def attention(
     Raises:
         InvalidArgumentError: as in `store`.
     """
+    check_spec(spec, cache)
     out, lse = torch.ops.swa_inductor.attention(
         q,
         cache,
@@ -99,6 +101,8 @@ def ring_write_raw(values: Tensor, cache: Tensor, state_ids: Tensor, positions: 
     Raises:
         InvalidArgumentError: as in `store`.
     """
+    check_spec(spec, cache, RawRingSpec)
+    check_raw_values(values, cache, spec.width)
     store(values[:, None], None, cache, state_ids, positions, spec=spec.ring)
 
 
@@ -127,6 +131,7 @@ def ring_read_raw(
     Raises:
         InvalidArgumentError: as in `store`.
     """
+    check_spec(spec, cache, RawRingSpec)
     return torch.ops.swa_inductor.ring_read_raw(
         cache, state_ids, positions, valid_start, window=spec.ratio, kv_format=spec.dtype
     )
@@ -162,6 +167,7 @@ def gather(
     Raises:
         InvalidArgumentError: a wrong dtype, shape, stride or device.
     """
+    check_spec(spec, cache)
     out_k, out_v = torch.ops.swa_inductor.gather(
         cache,
         state_ids,
@@ -211,12 +217,13 @@ def attention_prefill(
         cache: uint8 [num_slots, R, num_kv_heads, record_bytes]; read only.
         state_ids: int32 [T]; -1 for a padded row. The tokens of a sequence stand together, in order of position.
         positions: int64 [T].
-        q_starts: int64 [T], position of the first new token of the token's sequence.
+        q_starts: int64 [T], position of the first new token of the token's sequence, which is in this call.
         spec, scale, valid_start (int32 [T]), sinks, softcap, return_lse: as in `attention`.
         q_norm_eps, q_norm_weight, rope, rope_interleaved, inverse_rope: as in `attention`; k is as it is stored.
 
     Returns and raises as `attention` does.
     """
+    check_spec(spec, cache)
     out, lse = torch.ops.swa_inductor.attention_prefill(
         q,
         k,
@@ -269,7 +276,7 @@ def attention_workspace(
         pivots,
         sinks,
         window=window,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_default_scale(q) if scale is None else scale,
         softcap=softcap,
         return_lse=return_lse,
     )
@@ -304,13 +311,17 @@ def attention_index(
         cache,
         index,
         sinks,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_default_scale(q) if scale is None else scale,
         kv_format=kv_format,
         v_head_dim=v_head_dim,
         softcap=softcap,
         return_lse=return_lse,
     )
     return (out, lse) if return_lse else out
+
+
+def _default_scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() else 1.0  # the op says what is wrong with q
 
 
 def merge_attention(
@@ -326,7 +337,11 @@ def merge_attention(
 
     Returns:
         out [T, H, Dv] in the dtype of out_a, 0 where there is neither key nor sink, and lse [T, H] without the sink.
+
+    Raises:
+        InvalidArgumentError: shapes or devices that differ, or an lse that is not fp32 (or fp64).
     """
+    check_merge(out_a, lse_a, out_b, lse_b, sinks)
     lse = torch.logaddexp(lse_a, lse_b)
     denominator = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype))
     base = torch.where(denominator == -torch.inf, 0, denominator)

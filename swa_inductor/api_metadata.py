@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swa_inductor.checks import check_spec
+from swa_inductor.errors import require
 from swa_inductor.metadata import DecodeMetadata, PreparedDecode
 from swa_inductor.spec import RingSpec
 
@@ -42,6 +44,7 @@ def decode_index(
         InvalidArgumentError: a wrong dtype, shape or device, at trace time as in eager mode; in eager mode on the CPU
             also a slot, position or valid_start out of range. Compiled code and CUDA devices take such a row as padded.
     """
+    check_spec(spec)
     return torch.ops.swa_inductor.decode_index(
         state_ids,
         positions,
@@ -95,6 +98,7 @@ def prefill_plan(
             the sum of q_lens. In compiled code and on CUDA devices the tokens of such a sequence are padded and its
             part of section 1 is one zero segment; a negative q_len counts as 0, and tokens past T are dropped.
     """
+    check_spec(spec)
     return torch.ops.swa_inductor.prefill_plan(
         state_ids,
         q_lens,
@@ -120,6 +124,7 @@ def prefill_index(pivots: Tensor, *, spec: RingSpec) -> Tensor:
     Raises:
         InvalidArgumentError: a wrong dtype or shape, at trace time as in eager mode.
     """
+    check_spec(spec)
     return torch.ops.swa_inductor.prefill_index(pivots, window=spec.window)
 
 
@@ -165,6 +170,7 @@ def prepare_decode(
         InvalidArgumentError: a wrong dtype, shape, stride or device, or a buffer that is an input, at trace time as in
             eager mode; in eager mode also one that overlaps an input. Bad values are counted, never raised.
     """
+    check_spec(spec)
     op = torch.ops.swa_inductor.prepare_decode
     inputs = (lengths, accepted, state_ids, valid_start, draft_counts)
     options = {
@@ -177,6 +183,8 @@ def prepare_decode(
     if out is None:
         *rows, new_lengths, errors = op.default(*inputs, **options)
         return PreparedDecode(DecodeMetadata(*(rows[:-1] if width is None else rows)), new_lengths, errors)
+    if not isinstance(out, PreparedDecode):
+        require(False, "out", repr(out), "None or a PreparedDecode")
     m = out.metadata
     op.out(
         *inputs,

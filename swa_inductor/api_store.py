@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swa_inductor.checks import check_spec
 from swa_inductor.spec import RingSpec
 
 
@@ -46,6 +47,7 @@ def store(
 
     Example: a decode step first stores its new tokens, then calls `attention`.
     """
+    check_spec(spec, cache)
     torch.ops.swa_inductor.store(
         k,
         v,
@@ -91,6 +93,7 @@ def norm_store(
     Raises:
         InvalidArgumentError: as in `store`.
     """
+    check_spec(spec, cache)
     return torch.ops.swa_inductor.norm_store(
         x,
         x_weight,
@@ -130,6 +133,7 @@ def store_cast_back(
         k, after norm and RoPE, and v (None when K = V), both after the round trip through the record format, shapes and
         dtypes of the inputs. A padded row turns by position 0, or the last of `rope`, if its own is none.
     """
+    check_spec(spec, cache)
     k_back, v_back = torch.ops.swa_inductor.store_cast_back(
         k,
         v,

@@ -1,26 +1,28 @@
 """The argument checks that fakes and eager implementations share: one place for what is allowed and how it is said.
 
-Shape and dtype checks run at trace time (sizes may be symbolic); value checks run only on real CPU tensors, where
-reading them costs no device synchronisation. On a device, bad metadata makes a row a padded row (see reference.py).
+Dtypes, shapes, strides and devices, at trace time too (sizes may be symbolic); checks_values.py looks into tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from swa_inductor.errors import require
-from swa_inductor.spec import VALUE_BYTES, record_bytes, require_capacity
+from swa_inductor.errors import require, require_integer
+from swa_inductor.spec import VALUE_BYTES, RawRingSpec, RingSpec, record_bytes, require_capacity
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _tensor(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], what: str) -> None:
+def _tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], what: str) -> None:
     """`shape` holds a required size, or None for any, per dimension; `what` describes it to the reader."""
-    if t.dtype not in dtypes:  # this runs at every eager call: words only for an error
+    if not isinstance(t, torch.Tensor):  # this runs at every eager call: words only for an error
+        require(False, name, t, f"a tensor {what}")
+    if t.dtype not in dtypes:
         require(False, f"{name} dtype", t.dtype, " or ".join(map(str, dtypes)))
     require(t.dim() == len(shape), f"{name} shape", tuple(t.shape), what)
     for size, wanted in zip(t.shape, shape, strict=True):
@@ -32,6 +34,20 @@ def _same_device(reference: torch.Tensor, where: str = "cache is", **tensors: to
     for name, t in tensors.items():
         if t is not None:
             require(t.device == reference.device, f"{name} device", t.device, f"{reference.device}, where the {where}")
+
+
+def check_spec(
+    spec: Any, cache: torch.Tensor | None = None, kind: type[RingSpec] | type[RawRingSpec] = RingSpec
+) -> None:
+    """The `spec` of a public function, which is no argument of its op, and that `cache` has the rows it says.
+
+    Traced like its caller, so that it forms no words unless there is an error.
+    """
+    if not isinstance(spec, kind):
+        require(False, "spec", type(spec).__name__, f"a {kind.__name__}")
+    ring = spec if isinstance(spec, RingSpec) else spec.ring
+    if isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.shape[1] != ring.rows:
+        require(False, "cache shape", tuple(cache.shape), f"R={ring.rows} rows, those of spec")
 
 
 def check_cache(cache: torch.Tensor, num_kv_heads: Any, record: int, kv_format: str) -> None:
@@ -68,7 +84,7 @@ def check_store(
     tokens, heads, dim = k.shape
     if v is not None:
         _tensor("v", v, (k.dtype,), (tokens, heads, None), f"[T={tokens}, num_kv_heads={heads}, v_head_dim]")
-    require(min_amax > 0, "min_amax", min_amax, "a positive number")
+    require(0 < min_amax < math.inf, "min_amax", min_amax, "a positive number")
     check_cache(cache, heads, record_bytes(kv_format, dim, None if v is None else v.shape[2]), kv_format)
     _check_metadata(cache, tokens, state_ids, positions)
     _same_device(cache, k=k, v=v)
@@ -82,18 +98,21 @@ def check_normed(x: torch.Tensor, tokens: Any, cache: torch.Tensor) -> None:
     _same_device(cache, x=x)
 
 
-def _check_query(q: torch.Tensor, kv_heads: Any, sinks: torch.Tensor | None, softcap: float | None) -> None:
+def _check_query(
+    q: torch.Tensor, kv_heads: Any, sinks: torch.Tensor | None, scale: float, softcap: float | None
+) -> None:
     _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
     heads = q.shape[1]
     require(heads % kv_heads == 0, "q heads", heads, f"a multiple of num_kv_heads={kv_heads}")
     if sinks is not None:
         _tensor("sinks", sinks, FLOATS, (heads,), f"[num_heads={heads}]")
-    require(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
+    require(softcap is None or 0 < softcap < math.inf, "softcap", softcap, "None or a positive number")
+    require(-math.inf < scale < math.inf, "scale", scale, "a finite number")
 
 
 def _check_records(cache: torch.Tensor, head_dim: Any, v_head_dim: int | None, kv_format: str) -> Any:
     """A cache that is read with vectors of these dims; returns its number of KV heads."""
-    require(cache.dim() == 4, "cache shape", tuple(cache.shape), "[num_slots, R, num_kv_heads, record_bytes]")
+    _tensor("cache", cache, (torch.uint8,), (None,) * 4, "[num_slots, R, num_kv_heads, record_bytes]")
     kv_heads = cache.shape[2]
     check_cache(cache, kv_heads, record_bytes(kv_format, head_dim, v_head_dim), kv_format)
     return kv_heads
@@ -121,12 +140,13 @@ def check_attention(
     kv_format: str,
     v_head_dim: int | None,
     tokens_per_step: int,
+    scale: float,
     softcap: float | None,
 ) -> None:
     """Arguments of swa_inductor::attention (shapes in api.attention)."""
     _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
     tokens, _, dim = q.shape
-    _check_query(q, _check_records(cache, dim, v_head_dim, kv_format), sinks, softcap)
+    _check_query(q, _check_records(cache, dim, v_head_dim, kv_format), sinks, scale, softcap)
     _check_metadata(cache, tokens, state_ids, positions)
     if valid_start is not None:
         _tensor("valid_start", valid_start, (torch.int32,), (tokens,), f"[T={tokens}]")
@@ -151,6 +171,7 @@ def check_attention_prefill(
     sinks: torch.Tensor | None,
     window: int,
     kv_format: str,
+    scale: float,
     softcap: float | None,
 ) -> None:
     """Arguments of swa_inductor::attention_prefill (shapes in api.attention_prefill)."""
@@ -158,7 +179,7 @@ def check_attention_prefill(
     _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
     tokens, _, dim = q.shape
     kv_heads = _check_records(cache, dim, v_dim, kv_format)
-    _check_query(q, kv_heads, sinks, softcap)
+    _check_query(q, kv_heads, sinks, scale, softcap)
     _check_new(k, v, tokens, kv_heads, dim, v_dim, q.dtype)
     _check_metadata(cache, tokens, state_ids, positions)
     _tensor("q_starts", q_starts, (torch.int64,), (tokens,), f"[T={tokens}]")
@@ -176,16 +197,17 @@ def check_attention_workspace(
     pivots: torch.Tensor,
     sinks: torch.Tensor | None,
     window: int,
+    scale: float,
     softcap: float | None,
 ) -> None:
     """Arguments of swa_inductor::attention_workspace (shapes in api.attention_workspace)."""
     _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
     tokens, _, dim = q.shape
-    require(k.dim() == 3, "k shape", tuple(k.shape), f"[rows, num_kv_heads, head_dim={dim}]")
-    _check_query(q, k.shape[1], sinks, softcap)
+    _tensor("k", k, (q.dtype,), (None, None, dim), f"[rows, num_kv_heads, head_dim={dim}]")
+    _check_query(q, k.shape[1], sinks, scale, softcap)
     _check_new(k, v, None, k.shape[1], dim, None, q.dtype)
     _tensor("pivots", pivots, (torch.int32,), (tokens, 4), f"[T={tokens}, 4]")
-    _same_device(q, k=k, v=v, pivots=pivots, sinks=sinks)
+    _same_device(q, "queries are", k=k, v=v, pivots=pivots, sinks=sinks)
     require(window >= 1, "window", window, "an integer of at least 1")
 
 
@@ -196,11 +218,12 @@ def check_attention_index(
     sinks: torch.Tensor | None,
     kv_format: str,
     v_head_dim: int | None,
+    scale: float,
     softcap: float | None,
 ) -> None:
     """Arguments of swa_inductor::attention_index (shapes in api.attention_index)."""
     _tensor("q", q, FLOATS, (None, None, None), "[T, num_heads, head_dim]")
-    _check_query(q, _check_records(cache, q.shape[2], v_head_dim, kv_format), sinks, softcap)
+    _check_query(q, _check_records(cache, q.shape[2], v_head_dim, kv_format), sinks, scale, softcap)
     _tensor("index", index, (torch.int32,), (q.shape[0], None), f"[T={q.shape[0]}, N]")
     _same_device(cache, q=q, index=index, sinks=sinks)
 
@@ -239,8 +262,9 @@ def check_row_ids(window: int, ring_rows: int, num_slots: int) -> None:
     """Geometry of an op that makes flat row ids, which leave as int32."""
     require(window >= 1, "window", window, "an integer of at least 1")
     require_capacity(ring_rows, window, 1)
+    require_integer("num_slots", num_slots)
     rows = num_slots * ring_rows
-    require(0 < rows < 2**31, "num_slots", f"{num_slots} of R={ring_rows}", "1 and up, num_slots * R below 2^31")
+    require(rows < 2**31, "num_slots", f"{num_slots} of R={ring_rows}", "1 and up, num_slots * R below 2^31")
 
 
 def check_decode_index(
@@ -281,7 +305,7 @@ def check_prepare_decode(
     _tensor("lengths", lengths, (torch.int64,), (sequences,), f"[B={sequences}]")
     lists = {"accepted": accepted, "valid_start": valid_start, "draft_counts": draft_counts}
     for name, t in lists.items():
-        if t is not None:
+        if t is not None or name == "accepted":
             _tensor(name, t, (torch.int32,), (sequences,), f"[B={sequences}]")
     _same_device(state_ids, "state_ids are", lengths=lengths, **lists)
     require(tokens_per_step >= 1, "tokens_per_step", tokens_per_step, "an integer of at least 1")
@@ -342,7 +366,7 @@ def check_prefill_plan(
     sequences = state_ids.shape[0]
     lists = {"q_lens": q_lens, "k_lens": k_lens, "valid_start": valid_start}
     for name, t in lists.items():
-        if t is not None:
+        if t is not None or name != "valid_start":
             _tensor(name, t, (torch.int32,), (sequences,), f"[B={sequences}]")
     _same_device(state_ids, "state_ids are", **lists)
     require(num_tokens >= 0, "num_tokens", num_tokens, "0 and up")
@@ -367,7 +391,7 @@ def check_ring_read_raw(
     raw = [name for name in VALUE_BYTES if name != "mxfp8"]
     require(kv_format in raw, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, raw)))
     what = "[num_slots, entries, 1, bytes of an entry]"
-    require(cache.dim() == 4, "cache shape", tuple(cache.shape), what)
+    _tensor("cache", cache, (torch.uint8,), (None,) * 4, what)
     size = VALUE_BYTES[kv_format]
     require(cache.shape[3] % size == 0, "cache shape", tuple(cache.shape), f"{what}, {size} bytes a value")
     check_cache(cache, 1, cache.shape[3], kv_format)
@@ -380,68 +404,24 @@ def check_ring_read_raw(
     require_capacity(cache.shape[1], window, 1)
 
 
-def check_sequences(
-    num_slots: int,
-    num_tokens: int,
-    state_ids: Sequence[int],
-    q_lens: Sequence[int],
-    k_lens: Sequence[int],
-    valid_start: Sequence[int] | None,
+def check_raw_values(values: torch.Tensor, cache: torch.Tensor, width: int) -> None:
+    """Entries that go into a raw ring (api.ring_write_raw); traced like check_spec."""
+    _tensor("values", values, FLOATS, (None, None), "[T, width]")
+    if values.shape[1] != width:
+        require(False, "values shape", tuple(values.shape), f"[T, width={width}]")
+    if isinstance(cache, torch.Tensor):
+        _same_device(cache, values=values)
+
+
+def check_merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    """Values of the metadata of a prefill. A padded sequence (slot -1) may hold anything but a negative q_len."""
-    for i, slot in enumerate(state_ids):
-        require(-1 <= slot < num_slots, f"state_ids[{i}]", slot, f"-1 (padded) to {num_slots - 1}")
-        require(q_lens[i] >= 0, f"q_lens[{i}]", q_lens[i], "0 and up")
-        if slot >= 0:
-            q_start = k_lens[i] - q_lens[i]
-            require(q_start >= 0, f"k_lens[{i}]", k_lens[i], f"q_lens[{i}]={q_lens[i]} and up (new tokens count)")
-            if valid_start is not None:
-                require(valid_start[i] <= q_start, f"valid_start[{i}]", valid_start[i], f"up to q_start={q_start}")
-    require(sum(q_lens) <= num_tokens, "q_lens", f"{sum(q_lens)} tokens", f"num_tokens={num_tokens} at most")
-
-
-def readable(t: torch.Tensor) -> bool:
-    """Whether values can be read without a device synchronisation: a real tensor on the CPU."""
-    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
-
-
-def check_values(
-    cache: torch.Tensor,
-    state_ids: torch.Tensor,
-    positions: torch.Tensor,
-    valid_start: torch.Tensor | None = None,
-    tokens_per_step: int = 1,
-) -> None:
-    """Values of the metadata, read only where that needs no device synchronisation: real tensors on the CPU."""
-    check_rows(cache.shape[0], state_ids, positions, valid_start)
-    if tokens_per_step > 1 and readable(state_ids) and state_ids.numel():
-        s, p = state_ids.view(-1, tokens_per_step), positions.view(-1, tokens_per_step)
-        first = s.argmax(1, keepdim=True)  # any live row of the step: all share one slot, positions count up by one
-        base = p.gather(1, first) - first
-        steps = base + torch.arange(tokens_per_step)
-        ok = (s < 0) | ((s == s.gather(1, first)) & (p == steps))
-        require(
-            bool(ok.all()),
-            "positions",
-            "a step that mixes slots or skips a position",
-            f"{tokens_per_step} consecutive positions of one slot per step (padded rows apart)",
-        )
-
-
-def check_rows(
-    slots: int, state_ids: torch.Tensor, positions: torch.Tensor, valid_start: torch.Tensor | None = None
-) -> None:
-    """Values of the metadata of single rows, where they are readable."""
-    if not readable(state_ids) or state_ids.numel() == 0:
-        return
-    if valid_start is None:  # a decode step on the CPU: for a few rows, lists cost a tenth of tensor operations
-        rows = list(zip(state_ids.tolist(), positions.tolist(), strict=True))
-        if all(s == -1 or (0 <= s < slots and p >= 0) for s, p in rows):
-            return
-    require(bool((state_ids < slots).all()), "state_ids", int(state_ids.max()), f"-1 (padded row) to {slots - 1}")
-    require(bool((state_ids >= -1).all()), "state_ids", int(state_ids.min()), f"-1 (padded row) to {slots - 1}")
-    live = state_ids >= 0
-    require(bool((positions[live] >= 0).all()), "positions", "a negative position", "0 and up where state_ids >= 0")
-    if valid_start is not None:
-        late = live & (valid_start > positions)
-        require(not bool(late.any()), "valid_start", "a start after the query", "valid_start <= positions")
+    """Arguments of api.merge_attention, which is no op; traced like check_spec. fp64 is for those who judge others."""
+    _tensor("out_a", out_a, (*FLOATS, torch.float64), (None, None, None), "[T, H, Dv]")
+    lse = ((torch.float32, torch.float64), tuple(out_a.shape[:2]), "[T, H], as out_a has them")
+    _tensor("lse_a", lse_a, *lse)
+    _tensor("out_b", out_b, (*FLOATS, torch.float64), tuple(out_a.shape), "[T, H, Dv], as out_a has them")
+    _tensor("lse_b", lse_b, *lse)
+    if sinks is not None:
+        _tensor("sinks", sinks, (*FLOATS, torch.float64), tuple(out_a.shape[1:2]), "[H], as out_a has it")
+    _same_device(out_a, "first output is", lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks)

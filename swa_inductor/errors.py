@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -15,6 +16,21 @@ class UnsupportedError(NotImplementedError):
 
 class OutOfSlotsError(RuntimeError):
     """Every state slot is in use or waits for a step that is in flight."""
+
+
+def require_integer(name: str, value: object, least: int = 1) -> None:
+    """Raise InvalidArgumentError unless `value` is an integer of at least `least`."""
+    good = isinstance(value, int) and value >= least
+    require(good, name, repr(value), f"an integer of at least {least}")
+
+
+def require_each(name: str, values: Iterable[object], kind: type | tuple[type, ...], what: str) -> tuple[Any, ...]:
+    """The values as a tuple; InvalidArgumentError unless they can be listed and each is of `kind`, told as `what`."""
+    require(isinstance(values, Iterable), name, repr(values), f"a sequence, each {what}")
+    result = tuple(values)
+    for i, value in enumerate(result):
+        require(isinstance(value, kind), f"{name}[{i}]", repr(value), what)
+    return result
 
 
 def require(condition: Any, name: str, got: object, allowed: str) -> None:

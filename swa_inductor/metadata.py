@@ -14,22 +14,28 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from swa_inductor.checks import check_row_ids, check_sequences
-from swa_inductor.errors import require
+from swa_inductor.checks import check_row_ids, check_spec
+from swa_inductor.checks_values import check_sequences
+from swa_inductor.errors import require, require_each, require_integer
 from swa_inductor.reference_inline import store_rows
 from swa_inductor.spec import RingSpec
 
 
-def _require_lengths(reference: str, length: int, **lists: Sequence[int] | None) -> None:
+def _require_integers(state_ids: Sequence[int], **lists: Sequence[int] | None) -> int:
+    """That all are sequences of integers, as many as there are state_ids; returns how many."""
+    given = len(require_each("state_ids", state_ids, int, "an integer"))
     for name, values in lists.items():
         if values is not None:
-            require(len(values) == length, f"{name} length", len(values), f"{length}, that of {reference}")
+            count = len(require_each(name, values, int, "an integer"))
+            require(count == given, f"{name} length", count, f"{given}, that of state_ids")
+    return given
 
 
 def _host_rows(num_tokens: int | None, given: int) -> int:
     """T, after padding `given` tokens to `num_tokens`."""
     if num_tokens is None:
         return given
+    require_integer("num_tokens", num_tokens, 0)
     require(num_tokens >= given, "num_tokens", num_tokens, f"None or at least the {given} tokens of the step")
     return num_tokens
 
@@ -82,10 +88,11 @@ class DecodeMetadata:
         Raises:
             InvalidArgumentError: lists of different lengths, or a slot, position or valid_start out of range.
         """
-        given = len(state_ids)
-        _require_lengths("state_ids", given, positions=positions, valid_start=valid_start)
+        check_spec(spec)
+        given = _require_integers(state_ids, positions=positions, valid_start=valid_start)
         check_row_ids(spec.window, spec.rows, num_slots)
         columns = spec.window if width is None else width
+        require_integer("width", columns)
         require(columns >= spec.window, "width", width, f"None or at least window={spec.window}")
         total = _host_rows(num_tokens, given)
         padded = (-1, 0, 0, -1, [-1, 0], [-1] * columns)
@@ -96,8 +103,8 @@ class DecodeMetadata:
             if slot < 0:
                 rows.append(padded)
                 continue
-            require(p >= 0, f"positions[{t}]", p, "0 and up")
-            require(start <= p, f"valid_start[{t}]", start, f"up to the position, {p}")
+            require(0 <= p < 2**63, f"positions[{t}]", p, "0 and up, below 2^63")
+            require(start <= p and start < 2**31, f"valid_start[{t}]", start, f"up to the position, {p}, below 2^31")
             lo, n = spec.visible(p, start)
             ids = [spec.flat_row(slot, q) for q in range(lo, p + 1)]
             rows.append((slot, p, start, ids[-1], [ids[0], n], ids + [-1] * (columns - n)))
@@ -127,6 +134,7 @@ class DecodeMetadata:
 
         Arguments and errors: `decode_index`; but no index without `width`. A bad row keeps its state id and position.
         """
+        check_spec(spec)
         offset_len, index = torch.ops.swa_inductor.decode_index(
             state_ids,
             positions,
@@ -167,8 +175,10 @@ class PreparedDecode(NamedTuple):
             device: where the buffers live.
 
         Raises:
-            InvalidArgumentError: a width below W.
+            InvalidArgumentError: a negative batch, or a width below W.
         """
+        check_spec(spec)
+        require_integer("batch", batch, 0)
         tokens = batch * spec.tokens_per_step
         return cls(
             DecodeMetadata.build(
@@ -228,8 +238,8 @@ class PrefillMetadata:
             InvalidArgumentError: lists of different lengths, a slot out of range, a negative length, k_len < q_len,
                 valid_start > q_start, or fewer tokens than the sum of q_lens.
         """
-        batch, w = len(state_ids), spec.window
-        _require_lengths("state_ids", batch, q_lens=q_lens, k_lens=k_lens, valid_start=valid_start)
+        check_spec(spec)
+        batch, w = _require_integers(state_ids, q_lens=q_lens, k_lens=k_lens, valid_start=valid_start), spec.window
         check_row_ids(w, spec.rows, num_slots)
         given = sum(q_lens)
         check_sequences(num_slots, given, state_ids, q_lens, k_lens, valid_start)
@@ -275,6 +285,7 @@ class PrefillMetadata:
         valid_start: Tensor | None = None,
     ) -> PrefillMetadata:
         """From tensors, without a synchronisation (arguments and errors: `prefill_plan`)."""
+        check_spec(spec)
         return cls(
             *torch.ops.swa_inductor.prefill_plan(
                 state_ids,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from swa_inductor import checks, records, reference_inline
+from swa_inductor import checks_values, records, reference_inline
 
 # ---------------------------------------------------------------------------------------------------- ring
 
@@ -114,12 +114,12 @@ def _attend_columns(
 
 def _longest(n: Tensor, window: int) -> int:
     """Most visible keys of any query, where that is free to read."""
-    return (int(n.max()) if n.numel() else 0) if checks.readable(n) else window
+    return (int(n.max()) if n.numel() else 0) if checks_values.readable(n) else window
 
 
 def _lone_slot(state_ids: Tensor, slots: int) -> int | None:
     """The slot of all rows of a decode step of one sequence, where that is free to read; else None."""
-    if not checks.readable(state_ids) or not 1 <= state_ids.numel() <= 16:
+    if not checks_values.readable(state_ids) or not 1 <= state_ids.numel() <= 16:
         return None
     ids = set(state_ids.tolist())
     slot = ids.pop()
@@ -341,7 +341,7 @@ def attend(
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~visible[:, None, None, :], -math.inf)
     # 0 * NaN is NaN: values that no number is leave V. Where V is readable, most calls can be seen to hold none.
-    if not checks.readable(v) or not v.sum().isfinite():
+    if not checks_values.readable(v) or not v.sum().isfinite():
         finite = v.isfinite()
         broken = visible[:, None, :] & ~finite.all(-1).transpose(1, 2)  # [T, H_kv, N]
         s = s.masked_fill(broken[:, :, None, :], math.nan)

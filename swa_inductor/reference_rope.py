@@ -7,6 +7,7 @@ row whose position lies beyond the table has bad metadata: it counts as a padded
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def within(table: Tensor | None, state_ids: Tensor, positions: Tensor) -> Tensor
 
 def check_norm(name: str, x: Tensor, weight: Tensor | None, eps: float | None) -> None:
     """Arguments of an RMSNorm over the last dim of `x`: `name`_weight [dim] and `name`_eps; eps None for no norm."""
-    require(eps is None or eps > 0, f"{name}_eps", eps, "None (no norm) or a positive number")
+    require(eps is None or 0 < eps < math.inf, f"{name}_eps", eps, "None (no norm) or a positive number")
     if weight is None:
         return
     require(eps is not None, f"{name}_eps", None, f"a positive number with {name}_weight")

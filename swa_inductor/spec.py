@@ -5,9 +5,10 @@ The numbers below are shared by the host, the fakes, the lowerings and the docs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from swa_inductor.errors import require
+from swa_inductor.errors import require, require_integer
 
 MXFP8_BLOCK = 32
 """Values along the head dim that share one ue8m0 scale byte."""
@@ -19,21 +20,23 @@ VALUE_BYTES = {"mxfp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one stored value, by record format."""
 
 
-def vector_bytes(kv_format: str, dim: int) -> int:
+def vector_bytes(kv_format: str, dim: int, name: str = "head_dim") -> int:
     """Bytes of one stored vector of `dim` values: data, then (mxfp8) one scale byte per block of 32.
 
-    Raises InvalidArgumentError for an unknown format, or an mxfp8 `dim` that is no multiple of 32.
+    Raises InvalidArgumentError for an unknown format, or an mxfp8 dim, called `name`, that is no multiple of 32.
     """
-    require(kv_format in VALUE_BYTES, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, VALUE_BYTES)))
+    known = isinstance(kv_format, str) and kv_format in VALUE_BYTES
+    require(known, "kv_format", repr(kv_format), "one of " + ", ".join(map(repr, VALUE_BYTES)))
     if kv_format != "mxfp8":
         return dim * VALUE_BYTES[kv_format]
-    require(dim % MXFP8_BLOCK == 0, "head_dim", dim, f"a multiple of {MXFP8_BLOCK} in format 'mxfp8'")
+    require(dim % MXFP8_BLOCK == 0, name, dim, f"a multiple of {MXFP8_BLOCK} in format 'mxfp8'")
     return dim + dim // MXFP8_BLOCK
 
 
 def record_bytes(kv_format: str, head_dim: int, v_head_dim: int | None) -> int:
     """Bytes of one (token, KV head) record: the K vector, then the V vector unless K = V (`v_head_dim` None)."""
-    return vector_bytes(kv_format, head_dim) + (0 if v_head_dim is None else vector_bytes(kv_format, v_head_dim))
+    k_bytes = vector_bytes(kv_format, head_dim)
+    return k_bytes + (0 if v_head_dim is None else vector_bytes(kv_format, v_head_dim, "v_head_dim"))
 
 
 def require_capacity(rows: int, window: int, tokens_per_step: int) -> None:
@@ -78,18 +81,19 @@ class RingSpec:
 
     def __post_init__(self) -> None:
         for name in ("window", "tokens_per_step", "head_dim", "num_kv_heads"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, name, value, "an integer of at least 1")
+            require_integer(name, getattr(self, name))
         if self.shared_kv:
             require(self.v_head_dim is None, "v_head_dim", self.v_head_dim, "None when shared_kv (K is V)")
         elif self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         else:
-            require(self.v_head_dim >= 1, "v_head_dim", self.v_head_dim, "an integer of at least 1")
-        require(self.min_amax > 0, "min_amax", self.min_amax, "a positive number")
+            require_integer("v_head_dim", self.v_head_dim)
+        finite = isinstance(self.min_amax, int | float) and 0 < self.min_amax < math.inf
+        require(finite, "min_amax", repr(self.min_amax), "a positive number")
         record_bytes(self.kv_format, self.head_dim, self.v_head_dim)
         if self.ring_rows is None:
             object.__setattr__(self, "ring_rows", self.window + self.tokens_per_step)
+        require_integer("ring_rows", self.ring_rows)
         require_capacity(self.rows, self.window, self.tokens_per_step)
 
     @property
@@ -157,10 +161,10 @@ class RawRingSpec:
         raw = [name for name in VALUE_BYTES if name != "mxfp8"]
         require(self.dtype in raw, "dtype", repr(self.dtype), "one of " + ", ".join(map(repr, raw)))
         for name in ("ratio", "tokens_per_step", "width"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, name, value, "an integer of at least 1")
+            require_integer(name, getattr(self, name))
         if self.entries is None:
             object.__setattr__(self, "entries", self.ratio + self.tokens_per_step - 1)
+        require_integer("entries", self.entries)
         self.ring  # noqa: B018  refuses a ring that is too small
 
     @property

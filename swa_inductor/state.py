@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swa_inductor.errors import OutOfSlotsError, require
+from swa_inductor.errors import OutOfSlotsError, require, require_each, require_integer
 from swa_inductor.spec import RawRingSpec, RingSpec
 
 ALIGNMENT = 32
@@ -38,7 +38,7 @@ class StateLayout:
         compression: raw rings of the layers that compress tokens.
 
     Raises:
-        InvalidArgumentError: no ring at all.
+        InvalidArgumentError: no ring at all, or what is no ring.
     """
 
     stored: Sequence[RingSpec]
@@ -46,8 +46,9 @@ class StateLayout:
     compression: Sequence[RawRingSpec] = ()
 
     def __post_init__(self) -> None:
-        for name in ("stored", "dropped", "compression"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, kind in (("stored", RingSpec), ("dropped", RingSpec), ("compression", RawRingSpec)):
+            rings = require_each(name, getattr(self, name), kind, f"a {kind.__name__}")
+            object.__setattr__(self, name, rings)
         require(len(self._rings) > 0, "stored", "no ring", "at least one ring in stored, dropped or compression")
 
     @property
@@ -70,8 +71,8 @@ class StateLayout:
         return sum(map(_padded, self._rings))
 
     def allocate(self, num_slots: int, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed state, uint8 [num_slots, slot_bytes]."""
-        require(num_slots >= 1, "num_slots", num_slots, "an integer of at least 1")
+        """A zeroed state, uint8 [num_slots, slot_bytes]; at least one slot."""
+        require_integer("num_slots", num_slots)
         return torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8, device=device)
 
     def stored_view(self, state: Tensor, i: int) -> Tensor:
@@ -109,6 +110,7 @@ class StateLayout:
             InvalidArgumentError: a state of another layout, no such slot, or data of another size or dtype.
         """
         self._check_slot(state, slot)
+        require(isinstance(data, Tensor), "data", type(data).__name__, "a tensor")
         require(data.dtype == torch.uint8, "data dtype", data.dtype, "torch.uint8")
         wanted = (self.stored_bytes,)
         require(tuple(data.shape) == wanted, "data shape", tuple(data.shape), f"{wanted}, the stored rings of a slot")
@@ -117,18 +119,21 @@ class StateLayout:
 
     def _view(self, state: Tensor, part: str, i: int, first: int, count: int) -> Tensor:
         self._check_state(state)
-        require(0 <= i < count, f"{part} layer", i, f"0 to {count - 1}" if count else f"none, there is no {part} ring")
+        allowed = f"0 to {count - 1}" if count else f"none, there is no {part} ring"
+        require(isinstance(i, int) and 0 <= i < count, f"{part} layer", i, allowed)
         ring, offset = self._rings[first + i], self.offsets[first + i]
         return state[:, offset : offset + ring.ring_bytes].view(ring.cache_shape(state.shape[0]))
 
     def _check_state(self, state: Tensor) -> None:
+        require(isinstance(state, Tensor), "state", type(state).__name__, "a tensor")
         require(state.dtype == torch.uint8, "state dtype", state.dtype, "torch.uint8")
         ok = state.dim() == 2 and state.shape[1] == self.slot_bytes and state.stride(1) == 1
         require(ok, "state shape", tuple(state.shape), f"[num_slots, slot_bytes={self.slot_bytes}], adjacent bytes")
 
     def _check_slot(self, state: Tensor, slot: int) -> None:
         self._check_state(state)
-        require(0 <= slot < state.shape[0], "slot", slot, f"0 to {state.shape[0] - 1}")
+        good = isinstance(slot, int) and 0 <= slot < state.shape[0]
+        require(good, "slot", slot, f"0 to {state.shape[0] - 1}")
 
 
 class Slot(NamedTuple):
@@ -151,11 +156,11 @@ class SlotAllocator:
     Not thread-safe: one scheduler owns it.
 
     Args:
-        num_slots: slots of the state.
+        num_slots: slots of the state, at least one.
     """
 
     def __init__(self, num_slots: int) -> None:
-        require(num_slots >= 1, "num_slots", num_slots, "an integer of at least 1")
+        require_integer("num_slots", num_slots)
         self.num_slots = num_slots
         self._free = deque(range(num_slots))  # first in, first out: the bytes of a finished owner rest longest
         self._generation = [0] * num_slots
@@ -188,7 +193,9 @@ class SlotAllocator:
         Raises:
             InvalidArgumentError: the slot has been freed already, or belongs to a later owner.
         """
-        require(0 <= slot.id < self.num_slots, "slot", slot, f"an id from 0 to {self.num_slots - 1}")
+        require(isinstance(slot, Slot), "slot", repr(slot), "a Slot that `allocate` gave")
+        good = isinstance(slot.id, int) and 0 <= slot.id < self.num_slots
+        require(good, "slot", slot, f"an id from 0 to {self.num_slots - 1}")
         generation = self._generation[slot.id]
         require(slot.generation == generation, "slot", slot, f"generation {generation}, the latest owner's")
         require(slot.id in self._live, "slot", f"{slot}, freed before", "a live slot")
@@ -209,7 +216,8 @@ class SlotAllocator:
         Raises:
             InvalidArgumentError: the step has not been launched.
         """
-        require(step <= self._launched, "step", step, f"a launched step, up to {self._launched}")
+        good = isinstance(step, int) and 0 <= step <= self._launched
+        require(good, "step", step, f"a launched step, up to {self._launched}")
         self._settled = max(self._settled, step)
         while self._waiting and self._waiting[0][0] <= self._settled:
             self._free.append(self._waiting.popleft()[1])

@@ -1,4 +1,4 @@
-"""Shared by all tests: the gpu marker, and the kernel figures printed at the end of the log."""
+"""Shared by all tests: the gpu marker, profiles of Hypothesis, the kernel figures printed at the end of the log."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("ci")  # the same examples every time; `--hypothesis-profile=nightly`: others, and many more
 
 LONGEST = ("test_real_weights", "test_layers_on_two_ranks")
 """A minute each: first, so that no worker of pytest-xdist begins one when the others are done."""

@@ -175,33 +175,3 @@ def test_both_results_take_two_kernels() -> None:
     """One loop over [T, 2] and one over [T, W]: no kept intermediate."""
     code = runs(V4).code()
     assert len(code.launches) == 2 and len(code.allocations) == 2
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"width": 127}, "width: got 127; allowed: None or at least window=128"),
-        ({"num_slots": 0}, "num_slots: got 0 of R=134"),
-        ({"num_slots": 2**31 // 134 + 1}, "num_slots: got"),
-        ({"valid_start": torch.zeros(2)}, "valid_start dtype: got torch.float32; allowed: torch.int32"),
-        ({"valid_start": ints(0)}, "valid_start shape: got (1,); allowed: [T=2]"),
-        ({"positions": ints(0, 1)}, "positions dtype: got torch.int32; allowed: torch.int64"),
-        ({"positions": torch.arange(3)}, "positions shape: got (3,)"),
-        ({"state_ids": torch.arange(2)}, "state_ids dtype: got torch.int64; allowed: torch.int32"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(kwargs: dict, message: str) -> None:
-    """A7: a mismatch raises, in eager mode and at trace time."""
-    args = {"state_ids": ints(0, 1), "positions": torch.arange(2), "num_slots": 4, "valid_start": None, **kwargs}
-
-    def fn(state_ids: torch.Tensor, positions: torch.Tensor, **rest: object):  # noqa: ANN202
-        return swa.decode_index(state_ids, positions, spec=V4, **rest)
-
-    with pytest.raises(swa.InvalidArgumentError) as error:
-        fn(**args)
-    assert message in str(error.value)
-    torch._dynamo.reset()
-    with pytest.raises(Exception) as traced:  # noqa: B017, PT011  torch wraps it
-        torch.compile(fn, fullgraph=True, backend="eager")(**args)
-    assert message in str(traced.value)

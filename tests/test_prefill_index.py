@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from numerics import assert_same
-from runs import HOW, Runs, ints
+from runs import HOW, Runs
 from torch.testing import FileCheck
 
 import swa_inductor as swa
@@ -65,18 +65,3 @@ def test_fuses_with_its_consumer() -> None:
     code = generate_code(fn, torch.zeros(5, 4, dtype=torch.int32))
     FileCheck().check_count(".run(", 1, exactly=True).check_not("extern").check_not("torch.ops").run(code.call)
     assert [a.size for a in code.allocations] == [(5, 128)]
-
-
-@pytest.mark.parametrize(
-    ("pivots", "message"),
-    [
-        (torch.zeros(2, 4), "pivots dtype: got torch.float32; allowed: torch.int32"),
-        (torch.zeros(2, 3, dtype=torch.int32), "pivots shape: got (2, 3); allowed: [T, 4]"),
-        (ints(1, 2, 3, 4), "pivots shape: got (4,); allowed: [T, 4]"),
-    ],
-    ids=["dtype", "columns", "rank"],
-)
-def test_wrong_arguments(pivots: torch.Tensor, message: str) -> None:
-    with pytest.raises(swa.InvalidArgumentError) as error:
-        swa.prefill_index(pivots, spec=V4)
-    assert message in str(error.value)

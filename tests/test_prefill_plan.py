@@ -245,32 +245,3 @@ def test_four_kernels_for_any_size() -> None:
     FileCheck().check_not("extern").check_not("torch.ops").check_not(".item()").run(code.call)
     assert code.count("prefill_plan") == 4
     assert "device_assert" not in code.source.replace("tl.device_assert(True", "")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"q_lens": ints(1)}, "q_lens shape: got (1,); allowed: [B=2]"),
-        ({"k_lens": torch.arange(2)}, "k_lens dtype: got torch.int64; allowed: torch.int32"),
-        ({"valid_start": ints(0, 0, 0)}, "valid_start shape: got (3,); allowed: [B=2]"),
-        ({"state_ids": torch.zeros(2)}, "state_ids dtype: got torch.float32; allowed: torch.int32"),
-        ({"num_tokens": -1}, "num_tokens: got -1; allowed: 0 and up"),
-        ({"num_slots": 0}, "num_slots: got 0 of R=134"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(kwargs: dict, message: str) -> None:
-    """A7: a mismatch raises, in eager mode and at trace time."""
-    lists = {"state_ids": ints(0, 1), "q_lens": ints(1, 1), "k_lens": ints(5, 5), "valid_start": None}
-    args = {**lists, "num_slots": 4, "num_tokens": 2, **kwargs}
-
-    def fn(state_ids: torch.Tensor, q_lens: torch.Tensor, k_lens: torch.Tensor, **rest: object):  # noqa: ANN202
-        return swa.prefill_plan(state_ids, q_lens, k_lens, spec=V4, **rest)
-
-    with pytest.raises(swa.InvalidArgumentError) as error:
-        fn(**args)
-    assert message in str(error.value)
-    torch._dynamo.reset()
-    with pytest.raises(Exception) as traced:  # noqa: B017, PT011  torch wraps it
-        torch.compile(fn, fullgraph=True, backend="eager")(**args)
-    assert message in str(traced.value)

@@ -92,64 +92,6 @@ def test_strided_inputs() -> None:
             assert_same(value, expected)
 
 
-WRONG = {
-    "lengths dtype": ({"lengths": ints(1, 2)}, "lengths dtype: got torch.int32; allowed: torch.int64"),
-    "lengths shape": ({"lengths": torch.zeros(3).long()}, "lengths shape: got (3,); allowed: [B=2]"),
-    "accepted": ({"accepted": torch.zeros(2).long()}, "accepted dtype: got torch.int64; allowed: torch.int32"),
-    "state_ids": ({"state_ids": torch.zeros(2, 1).int()}, "state_ids shape: got (2, 1); allowed: [B]"),
-    "valid_start": ({"valid_start": ints(1)}, "valid_start shape: got (1,); allowed: [B=2]"),
-    "draft_counts": ({"draft_counts": torch.zeros(2)}, "draft_counts dtype: got torch.float32; allowed: torch.int32"),
-    "width": ({"width": 127}, "width: got 127; allowed: None or at least window=128"),
-    "num_slots": ({"num_slots": 0}, "num_slots: got 0 of R=134"),
-    "out batch": (
-        {"out": swa.PreparedDecode.allocate(V4, 3)},
-        "out.token_state_ids shape: got (18,); allowed: [12]",
-    ),
-    "out with an index": (
-        {"out": swa.PreparedDecode.allocate(V4, 2, width=128)},
-        "out.index: got a tensor; allowed: an index exactly with width",
-    ),
-    "out without": (
-        {"out": swa.PreparedDecode.allocate(V4, 2), "width": 128},
-        "out.index: got None; allowed: an index exactly with width",
-    ),
-    "out strides": (
-        {"out": swa.PreparedDecode.allocate(V4, 2)._replace(lengths=torch.zeros(2, 3).long()[:, 0])},
-        "out.new_lengths stride: got (3,); allowed: (1,) (contiguous)",
-    ),
-    "out offset": (
-        {"out": swa.PreparedDecode.allocate(V4, 2)._replace(lengths=torch.zeros(3).long()[1:])},
-        "out.new_lengths storage offset: got 8 bytes; allowed: a multiple of 16 bytes",
-    ),
-    "out dtype": (
-        {"out": swa.PreparedDecode.allocate(V4, 2)._replace(lengths=ints(0, 0))},
-        "out.new_lengths dtype: got torch.int32; allowed: torch.int64",
-    ),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments(change: dict, message: str) -> None:
-    """A7: a mismatch raises, in eager mode and at trace time, and nothing is written."""
-    inputs = {"lengths": torch.tensor([5, 9]), "accepted": ints(1, 1), "state_ids": ints(0, 1)}
-    args = {**inputs, "num_slots": SLOTS, **change}
-    before = [t.clone() for t in flat(args["out"])] if "out" in args else []
-
-    def fn(lengths, accepted, state_ids, **rest):  # noqa: ANN001, ANN202
-        swa.prepare_decode(lengths, accepted, state_ids, spec=V4, **rest)
-        return lengths + 1
-
-    with pytest.raises(swa.InvalidArgumentError) as error:
-        fn(**args)
-    assert message in str(error.value)
-    torch._dynamo.reset()
-    with pytest.raises(Exception) as traced:  # noqa: B017, PT011  torch wraps it
-        torch.compile(fn, fullgraph=True, backend="eager")(**args)
-    assert message in str(traced.value)
-    for t, was in zip(flat(args["out"]) if before else (), before, strict=True):
-        assert_same(t, was)
-
-
 def test_buffers_may_not_be_inputs() -> None:
     """F6: a step that reads what it wrote would count the accepted tokens twice."""
     out = swa.PreparedDecode.allocate(V4, 2)

@@ -113,24 +113,3 @@ def test_fuses_with_its_consumer() -> None:
     FileCheck().check_count(".run(", 1, exactly=True).check_not("extern").check_not("torch.ops").run(code.call)
     assert [a.size for a in code.allocations] == [(2, 4, 7)]
     assert_same(run_on_cpu(code, args)[0], fn(*args))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda a: a.update(cache=a["cache"].float()), "cache dtype: got torch.float32"),
-        (lambda a: a.update(cache=a["cache"][:, :3]), "ring rows: got R=3 with window W=4"),
-        (lambda a: a.update(cache=a["cache"][..., :63]), "cache shape: got (3, 9, 1, 63)"),
-        (lambda a: a.update(cache=a["cache"].expand(3, 9, 2, 64)), "cache shape: got (3, 9, 2, 64)"),
-        (lambda a: a.update(positions=a["positions"].int()), "positions dtype: got torch.int32"),
-        (lambda a: a.update(valid_start=ints(0, 0)), "valid_start shape: got (2,); allowed: [T=1]"),
-    ],
-    ids=["dtype", "entries", "bytes", "heads", "positions", "valid_start"],
-)
-def test_wrong_arguments(change, message: str) -> None:  # noqa: ANN001
-    ring, _ = history(SPECS[0], 9)
-    args = {"cache": ring, "state_ids": ints(2), "positions": torch.tensor([8]), "valid_start": None}
-    change(args)
-    with pytest.raises(swa.InvalidArgumentError) as error:
-        swa.ring_read_raw(spec=SPECS[0], **args)
-    assert message in str(error.value)

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from serving_runs import VOCAB, tiny_model
 from torch._dynamo.utils import counters
 
@@ -70,7 +73,7 @@ class LateStep:
         self.step, self.model, self.buckets = step, step.model, step.buckets
         self.queue: deque[LateResult] = deque()
         self.events: list[str] = []
-        self.sample_first, self.admit = step.sample_first, step.admit
+        self.sample_first, self.admit, self.error_count = step.sample_first, step.admit, step.error_count
 
     def launch(self, slots: Sequence[int]) -> LateResult:
         self.events.append("launch")
@@ -123,6 +126,57 @@ def test_tokens_as_alone(drafts: int, time_slice: int | None, overlapped: bool, 
         assert 0 < seen.accepted_drafts <= seen.drafts and seen.decode_tokens > seen.sequence_steps
     else:
         assert seen.drafts == 0 and seen.decode_tokens == seen.sequence_steps
+
+
+class Clients(RuleBasedStateMachine):
+    """Requests that come at any time, to an engine of any kind; some of them it must refuse."""
+
+    @initialize(
+        drafts=st.sampled_from([0, 3]),
+        late=st.booleans(),
+        num_slots=st.integers(1, 4),
+        chunk_tokens=st.integers(1, 40),
+        overlapped=st.booleans(),
+        time_slice=st.none() | st.integers(1, 9),
+    )
+    def begin(self, drafts: int, late: bool, num_slots: int, **options: Any) -> None:
+        step = late_step(drafts, num_slots)
+        self.engine = Engine(step.model, step if late else step.step, **options)
+        self.requests: list[Request] = []
+
+    @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), new=st.integers(1, 30))
+    def submit(self, prompt: list[int], new: int) -> None:
+        self.requests.append(Request(len(self.requests), prompt, new))
+        self.engine.submit(self.requests[-1])
+
+    @rule(prompt=st.sampled_from([[], [VOCAB], [-1], [0] * 96]), new=st.integers(0, 1))
+    def submit_nonsense(self, prompt: list[int], new: int) -> None:
+        with pytest.raises(swa.InvalidArgumentError):
+            self.engine.submit(Request(len(self.requests), prompt, new))
+
+    @rule(turns=st.integers(1, 12))
+    def iterate(self, turns: int) -> None:
+        for _ in range(turns):
+            self.engine.iterate()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.busy:
+            self.engine.iterate()
+        assert self.engine.step.error_count() == 0
+        assert len(self.engine.finished) == len(self.requests)
+        for request in self.requests:
+            prompt, made = list(request.prompt), self.engine.finished[request.id]
+            logits = self.engine.model.reference_logits(prompt + made)
+            assert made == logits.argmax(-1)[len(prompt) - 1 : -1].tolist() and len(made) == request.max_new_tokens
+
+
+def test_any_schedule() -> None:
+    """F1, F2, F4, F9, A11: each request gets the tokens that it would get alone."""
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    options = settings(max_examples=settings().max_examples // 4, stateful_step_count=16, suppress_health_check=checks)
+    run_state_machine_as_test(Clients, settings=options)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 16, 200])

@@ -100,31 +100,6 @@ def test_export_and_import() -> None:
         assert_same(LAYOUT.stored_view(state, i)[2], LAYOUT.stored_view(state, i)[1])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda s: LAYOUT.stored_view(s, 2), "stored layer: got 2; allowed: 0 to 1"),
-        (lambda s: LAYOUT.dropped_view(s, -1), "dropped layer: got -1; allowed: 0 to 1"),
-        (lambda s: swa.StateLayout([V4]).compression_view(s[:, :70_752], 0), "allowed: none, there is no compression"),
-        (lambda s: LAYOUT.stored_view(s[:, 1:], 0), "state shape: got (2, "),
-        (lambda s: LAYOUT.stored_view(s.float(), 0), "state dtype: got torch.float32; allowed: torch.uint8"),
-        (lambda s: LAYOUT.export_slot(s, 2), "slot: got 2; allowed: 0 to 1"),
-        (lambda s: LAYOUT.export_slot(s, -1), "slot: got -1; allowed: 0 to 1"),
-        (lambda s: LAYOUT.import_slot(s, 0, s[0]), "data shape: got "),
-        (lambda s: LAYOUT.import_slot(s, 0, s[0].float()), "data dtype: got torch.float32"),
-        (lambda s: LAYOUT.allocate(0), "num_slots: got 0"),
-        (lambda s: swa.StateLayout([]), "stored: got no ring"),
-        (lambda s: swa.SlotAllocator(0), "num_slots: got 0"),
-    ],
-)
-def test_what_is_refused(call, message: str) -> None:  # noqa: ANN001
-    state = LAYOUT.allocate(2)
-    with pytest.raises(swa.InvalidArgumentError) as error:
-        call(state)
-    assert message in str(error.value)
-    assert not state.any()
-
-
 def test_slots_are_handed_out_once() -> None:
     """D13 in the small: ids stay below num_slots, and exhaustion is an error that says why."""
     allocator = swa.SlotAllocator(3)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swa_inductor import checks, reference
+from swa_inductor import checks, checks_values, reference
 from swa_inductor.errors import require
 from swa_inductor.reference_rope import check_norm, check_rope, norm_rope, within
 
@@ -46,8 +46,8 @@ class Write:
         """Check everything, values where they can be read, and store; returns k as it is cast, after norm and RoPE."""
         self.check()
         state_ids, positions, rope = self.state_ids, self.positions, self.rope
-        checks.check_values(self.cache, state_ids, positions)
-        if rope is not None and checks.readable(positions):
+        checks_values.check_values(self.cache, state_ids, positions)
+        if rope is not None and checks_values.readable(positions):
             end = rope.shape[0]
             beyond = positions[(state_ids >= 0) & (positions >= end)]
             allowed = f"below {end}, the positions of rope, where state_ids >= 0"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swa_inductor import checks, reference
+from swa_inductor import checks, checks_values, reference
 from swa_inductor.meta._library import define
 from swa_inductor.reference_query import Query
 
@@ -39,7 +39,18 @@ def fake(
     **query: Any,
 ) -> tuple[Tensor, Tensor]:
     checks.check_attention(
-        q, cache, state_ids, positions, valid_start, sinks, window, kv_format, v_head_dim, tokens_per_step, softcap
+        q,
+        cache,
+        state_ids,
+        positions,
+        valid_start,
+        sinks,
+        window,
+        kv_format,
+        v_head_dim,
+        tokens_per_step,
+        scale,
+        softcap,
     )
     tokens, heads, dim = q.shape
     v_dim = dim if v_head_dim is None else v_head_dim
@@ -69,9 +80,20 @@ def eager(
     **query: Any,
 ) -> tuple[Tensor, Tensor]:
     checks.check_attention(
-        q, cache, state_ids, positions, valid_start, sinks, window, kv_format, v_head_dim, tokens_per_step, softcap
+        q,
+        cache,
+        state_ids,
+        positions,
+        valid_start,
+        sinks,
+        window,
+        kv_format,
+        v_head_dim,
+        tokens_per_step,
+        scale,
+        softcap,
     )
-    checks.check_values(cache, state_ids, positions, valid_start, tokens_per_step)
+    checks_values.check_values(cache, state_ids, positions, valid_start, tokens_per_step)
     around = Query(q_norm_weight, rope, **query)
     around.check(q, q.shape[2] if v_head_dim is None else v_head_dim)
 

@@ -26,7 +26,7 @@ def fake(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_attention_index(q, cache, index, sinks, kv_format, v_head_dim, softcap)
+    checks.check_attention_index(q, cache, index, sinks, kv_format, v_head_dim, scale, softcap)
     tokens, heads, dim = q.shape
     out = q.new_empty((tokens, heads, dim if v_head_dim is None else v_head_dim))
     return out, q.new_empty((tokens, heads) if return_lse else (0,), dtype=torch.float32)
@@ -44,7 +44,7 @@ def eager(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_attention_index(q, cache, index, sinks, kv_format, v_head_dim, softcap)
+    checks.check_attention_index(q, cache, index, sinks, kv_format, v_head_dim, scale, softcap)
     out, lse = reference.attention_index(q, cache, index, sinks, scale, kv_format, v_head_dim, softcap)
     return out.to(q.dtype), lse if return_lse else lse.new_empty(0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swa_inductor import checks, reference
+from swa_inductor import checks, checks_values, reference
 from swa_inductor.meta._library import define
 from swa_inductor.reference_query import Query
 
@@ -40,7 +40,7 @@ def fake(
     **query: Any,
 ) -> tuple[Tensor, Tensor]:
     checks.check_attention_prefill(
-        q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks, window, kv_format, softcap
+        q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks, window, kv_format, scale, softcap
     )
     tokens, heads, _ = q.shape
     v_dim = (k if v is None else v).shape[2]
@@ -71,9 +71,10 @@ def eager(
     **query: Any,
 ) -> tuple[Tensor, Tensor]:
     checks.check_attention_prefill(
-        q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks, window, kv_format, softcap
+        q, k, v, cache, state_ids, positions, q_starts, valid_start, sinks, window, kv_format, scale, softcap
     )
-    checks.check_values(cache, state_ids, positions, valid_start)
+    checks_values.check_values(cache, state_ids, positions, valid_start)
+    checks_values.check_new_rows(state_ids, positions, q_starts)
     around = Query(q_norm_weight, rope, **query)
     around.check(q, (k if v is None else v).shape[2])
 

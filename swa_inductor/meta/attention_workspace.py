@@ -26,7 +26,7 @@ def fake(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_attention_workspace(q, k, v, pivots, sinks, window, softcap)
+    checks.check_attention_workspace(q, k, v, pivots, sinks, window, scale, softcap)
     tokens, heads, _ = q.shape
     out = q.new_empty((tokens, heads, (k if v is None else v).shape[2]))
     return out, q.new_empty((tokens, heads) if return_lse else (0,), dtype=torch.float32)
@@ -44,7 +44,7 @@ def eager(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_attention_workspace(q, k, v, pivots, sinks, window, softcap)
+    checks.check_attention_workspace(q, k, v, pivots, sinks, window, scale, softcap)
     out, lse = reference.attention_workspace(q, k, v, pivots, sinks, window, scale, softcap)
     return out.to(q.dtype), lse if return_lse else lse.new_empty(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swa_inductor import checks, reference_inline
+from swa_inductor import checks, checks_values, reference_inline
 from swa_inductor.meta._library import define
 
 SCHEMA = (
@@ -39,7 +39,7 @@ def eager(
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     checks.check_decode_index(state_ids, positions, valid_start, window, ring_rows, num_slots, width)
-    checks.check_rows(num_slots, state_ids, positions, valid_start)
+    checks_values.check_rows(num_slots, state_ids, positions, valid_start)
     return reference_inline.decode_index(
         state_ids, positions, valid_start, window, ring_rows, num_slots, window if width is None else width
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swa_inductor import checks, reference_inline
+from swa_inductor import checks, checks_values, reference_inline
 from swa_inductor.meta._library import define
 
 SCHEMA = (
@@ -49,9 +49,11 @@ def eager(
     num_slots: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     checks.check_prefill_plan(state_ids, q_lens, k_lens, valid_start, num_tokens, window, ring_rows, num_slots)
-    if checks.readable(state_ids):
+    if checks_values.readable(state_ids):
         starts = None if valid_start is None else valid_start.tolist()
-        checks.check_sequences(num_slots, num_tokens, state_ids.tolist(), q_lens.tolist(), k_lens.tolist(), starts)
+        checks_values.check_sequences(
+            num_slots, num_tokens, state_ids.tolist(), q_lens.tolist(), k_lens.tolist(), starts
+        )
     token = torch.arange(num_tokens, device=state_ids.device)
     return reference_inline.prefill_plan(token, state_ids, q_lens, k_lens, valid_start, window, ring_rows, num_slots)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swa_inductor import checks, reference_inline
+from swa_inductor import checks, checks_values, reference_inline
 from swa_inductor.meta._library import define
 from swa_inductor.records import RAW_DTYPES
 from swa_inductor.spec import VALUE_BYTES
@@ -39,7 +39,7 @@ def eager(
     kv_format: str,
 ) -> Tensor:
     checks.check_ring_read_raw(cache, state_ids, positions, valid_start, window, kv_format)
-    checks.check_values(cache, state_ids, positions, valid_start)
+    checks_values.check_values(cache, state_ids, positions, valid_start)
     return reference_inline.ring_read_raw(cache, state_ids, positions, valid_start, window, RAW_DTYPES[kv_format])
 
 
