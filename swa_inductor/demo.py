@@ -149,19 +149,19 @@ def load(model: str | None, dtype: torch.dtype, device: torch.device, console: C
             source: str | Path = importlib.import_module(PACKAGED_MODEL).assemble()
     else:
         source = Path(model) if local else model
-    arguments: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    how: dict[str, Any] = {"local_files_only": local}
     reading: AbstractContextManager = nullcontext()
     if isinstance(source, Path) and source.suffix == ".gguf":
-        arguments["gguf_file"], source = source.name, source.parent
+        how["gguf_file"], source = source.name, source.parent
         reading = gguf_read_once() if importlib.util.find_spec("gguf") else reading  # transformers says what it lacks
     try:
         # The bars of tqdm, on stderr, would tear ours.
         with reading:
             with waiting(console, "Loading the tokenizer"), redirect_stderr(StringIO()):
-                tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **how)
             with waiting(console, "Loading the weights"), redirect_stderr(StringIO()):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    source, dtype=dtype, use_safetensors=True, **arguments
+                    source, dtype=dtype, trust_remote_code=False, use_safetensors=True, **how
                 )
                 loaded = loaded.to(device).eval()
     except (OSError, ValueError) as error:  # what transformers raises for a path or id that holds no model

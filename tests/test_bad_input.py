@@ -266,7 +266,11 @@ QUERY_ROWS = [
     ),
     ({"q_norm_eps": None}, "q_norm_eps: got None; allowed: a positive number with q_norm_weight"),
     ({"rope": None}, "rope: got None; allowed: a table with inverse_rope"),
-    ({"rope": lambda t: torch.cat([t, t], 1)}, "rope shape: got (302, 64); allowed: rope_dim up to v_head_dim=32"),
+    (
+        {"rope": lambda t: torch.cat([t, t], 1)},
+        "rope shape: got (302, 64); allowed: [num_positions, rope_dim], cos then sin, rope_dim even, "
+        "from 2 to v_head_dim=32",
+    ),
     ({"spec": swa.RingSpec(9, 2, 64, num_kv_heads=2, v_head_dim=32)}, "cache shape: got (4, 10, 2, 99); allowed: R=11"),
 ]
 VALUE_ROWS = [  # in eager mode on the CPU alone; elsewhere such rows are padding
