@@ -149,19 +149,21 @@ def load(model: str | None, dtype: torch.dtype, device: torch.device, console: C
             source: str | Path = importlib.import_module(PACKAGED_MODEL).assemble()
     else:
         source = Path(model) if local else model
-    how: dict[str, Any] = {"local_files_only": local}
+    more: dict[str, Any] = {}
     reading: AbstractContextManager = nullcontext()
     if isinstance(source, Path) and source.suffix == ".gguf":
-        how["gguf_file"], source = source.name, source.parent
+        more["gguf_file"], source = source.name, source.parent
         reading = gguf_read_once() if importlib.util.find_spec("gguf") else reading  # transformers says what it lacks
     try:
         # The bars of tqdm, on stderr, would tear ours.
         with reading:
             with waiting(console, "Loading the tokenizer"), redirect_stderr(StringIO()):
-                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **how)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    source, local_files_only=local, trust_remote_code=False, **more
+                )
             with waiting(console, "Loading the weights"), redirect_stderr(StringIO()):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    source, dtype=dtype, trust_remote_code=False, use_safetensors=True, **how
+                    source, dtype=dtype, local_files_only=local, trust_remote_code=False, use_safetensors=True, **more
                 )
                 loaded = loaded.to(device).eval()
     except (OSError, ValueError) as error:  # what transformers raises for a path or id that holds no model
