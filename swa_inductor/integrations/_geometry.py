@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
@@ -51,7 +52,7 @@ def examine_layers(
     # A config whose layers differ has a config for each of them.
     layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
     types = list(getattr(config, "layer_types", None) or map(_layer_type, layers))
-    modules = _attention_modules(model)
+    modules = attention_modules(model)
     for index, (layer_type, layer) in enumerate(zip(types, layers, strict=True)):
         try:
             if modules and index not in modules and layer_type in _SERVED:
@@ -86,7 +87,7 @@ def _plan(
     return LayerPlan(spec, sliding, bounded=not sliding or seen > max_length)
 
 
-def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
+def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """Attention modules of the decoder by layer: those that project keys and know their layer."""
     modules: dict[int, Module] = {}
     for module in model.get_decoder().modules():
@@ -97,9 +98,13 @@ def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
 
 
 def _features(module: Any, *names: str) -> int | None:
-    """Features of the first of these projections that a module has."""
-    found = (getattr(getattr(module, name, None), "out_features", None) for name in names)
-    return next((features for features in found if features is not None), None)
+    """Features of the first of these projections that a module has: of this rank, where they are split."""
+    for name in names:
+        projection: Any = getattr(module, name, None)
+        if getattr(projection, "out_features", None) is not None:
+            weight = getattr(projection, "weight", None)
+            return weight.to_local().shape[0] if isinstance(weight, DTensor) else projection.out_features
+    return None
 
 
 def _heads(config: Any, module: Any) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def _heads(config: Any, module: Any) -> dict[str, Any]:
         v_head_dim = getattr(config, "v_head_dim", None) or head_dim
         return {"head_dim": head_dim, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
     keys = _features(module, "k_proj", "kv_proj")
-    assert keys is not None  # _attention_modules
+    assert keys is not None  # attention_modules
     values = _features(module, "v_proj") or keys  # without one, they are made of the keys
     num_kv_heads = keys // head_dim
     if num_kv_heads == 0 or keys % head_dim or values % num_kv_heads:

@@ -6,6 +6,7 @@ implementation "swa_ring" (see _layers.py). No Python number changes from step t
 compiles once and is one CUDA graph.
 
 `TransformersSlotModel` makes a model one that an engine can serve, with the rings of any number of sequences.
+`parallelize` splits the heads of a model over the ranks of a mesh.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from swa_inductor.integrations._cache import RingCache
 from swa_inductor.integrations._generate import Rings, use_rings
 from swa_inductor.integrations._layers import NewKV, RingLayer, cache_kwarg, ring_attention, use_stock
 from swa_inductor.integrations._mask import IMPLEMENTATION
+from swa_inductor.integrations._parallel import parallelize
 from swa_inductor.integrations._slots import SlotCache, TransformersSlotModel
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "SlotCache",
     "TransformersSlotModel",
     "cache_kwarg",
+    "parallelize",
     "ring_attention",
     "use_rings",
     "use_stock",
