@@ -31,3 +31,14 @@ def test_all_contenders_of_decode_compute_the_same(shape: str) -> None:
 def test_the_parts_of_a_layer_are_what_the_layer_does(options: tuple[str, ...]) -> None:
     head, row = check("layer", *options)
     assert "GEMMs" in head and row
+
+
+def test_generate_with_rings_gives_the_tokens_of_stock() -> None:
+    pytest.importorskip("transformers", minversion="5.17")
+    head, row = check("generate", "--models", "gpt_oss")
+    assert "rings" in head and "gpt_oss" in row
+
+
+def test_a_layer_on_two_ranks_computes_the_same() -> None:
+    head, row = check("parallel", "--shapes", "V4-Flash")
+    assert "2 ranks" in head and row
