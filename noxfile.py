@@ -18,7 +18,7 @@ nox.options.sessions = []
 PYTHONS = ["3.11", "3.12"]
 TRITON = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
 """triton for torch; CPU builds of torch pin none."""
-QUICK = "caches contract export explain faults package sharding store testing transformers".split()
+QUICK = "contract export explain faults package sharding store testing transformers".split()
 
 
 def run(session: nox.Session, torch: str, *selection: str) -> None:
