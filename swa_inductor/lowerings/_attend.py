@@ -31,7 +31,8 @@ def config(rows: int, widest: int, dtype: torch.dtype, card: Any, keys: int = 0)
     if dtype == torch.float32:
         # No tensor cores at full precision: small tiles keep operands and accumulator in registers.
         block_m, num_stages = 16, 1
-        block_n, num_warps = (16, 16) if widest > 256 else (16, 8) if widest > 128 else (32, 4)
+        block_n = 16 if widest > 64 else 32
+        num_warps = 16 if widest > 256 else 8 if widest > 128 else 4
     else:
         small = 64 < widest <= 256 and not reads_shared_memory(card)
         block_m = min(max(16, next_power_of_2(rows)), 32 if small else 64)  # a tensor-core tile has at least 16 rows
@@ -60,7 +61,8 @@ def prefill_config(widest: int, dtype: torch.dtype, card: Any) -> dict[str, int]
     On sm_90 nothing spills but at 512 values (8 words); elsewhere up to 56 words do (ptxas, 2026-11-30).
     """
     options = config(64, widest, dtype, card)
-    options["BLOCK_N"] = 16 if widest > (64 if dtype == torch.float32 else 128) else 32
+    if dtype != torch.float32:
+        options["BLOCK_N"] = 16 if widest > 128 else 32
     return options
 
 
