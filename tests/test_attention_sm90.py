@@ -46,9 +46,7 @@ every_share = pytest.mark.parametrize("share", SHARES, ids=lambda s: f"splits {s
 
 
 def shared_by(monkeypatch: pytest.MonkeyPatch, share: dict[str, int]) -> None:
-    """Programs share steps like this; compile caches, of other processes too, know nothing of it but by the tag."""
     real = choice.config
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", f"{torch.compiler.config.cache_key_tag};{share}")
     monkeypatch.setattr(choice, "config", lambda _, *shape: share or real(None, *shape))
 
 
@@ -266,8 +264,10 @@ def test_usage(
 
 
 def on_gpu(fn: Any, args: list[Any]) -> Any:
+    """Compile caches, which other processes write too, do not know how a test lets programs share steps."""
     torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, dynamic=False)(*(a.cuda() if a is not None else None for a in args))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        return torch.compile(fn, fullgraph=True, dynamic=False)(*(a.cuda() if a is not None else None for a in args))
 
 
 @pytest.mark.gpu

@@ -686,3 +686,36 @@ def test_compiled_on_the_cpu() -> None:
     """Attention is eager code there."""
     torch._dynamo.reset()
     walk(0.2, 12, ops=ways("cpp", "bf16"), refuses=("attention",))
+
+
+@pytest.mark.parametrize("how", ["cpp", "sm_90"])
+def test_bad_rows_everywhere(how: str) -> None:
+    """F14: in every op that takes them; ends of the integers among them: nothing is written, nothing seen."""
+    if how == "cpp":
+        torch._dynamo.reset()
+    name = "bf16" if how == "cpp" else "mxfp8"
+    case, ops = SMALL[name], {op: partial(run, how) for op, run in compiled(name).items()}
+    engine = Engine(case, ops, random.Random(0))
+
+    def rows(values: list[tuple[int, int, int]]) -> tuple:
+        ids, at, start = (torch.tensor(x) for x in zip(*values * case.spec.tokens_per_step, strict=True))
+        return engine.vectors([0] * len(ids), [0] * len(ids)), (ids.int(), at), start.int()
+
+    before = engine.state.clone()
+    (k, v, _), meta, start = rows(BAD_ROWS)
+    engine.ops["store"](k, v, engine.cache, *meta)
+    ops["cast_back"](k, v, engine.cache, *meta)
+    ops["norm_store"](k[:, 0], torch.ones(1, TAGS), k, v, engine.cache, *meta)
+    assert not as_tuple(ops["raw"](torch.ones(len(k), 4), engine.raw, *meta, start))[0].any()
+    (k, v, q), meta, start = rows([*BAD_ROWS, (0, 5, 6), (0, 5, LAST32)])
+    nothing: list[list[int]] = [[]] * len(k)
+    if how == "sm_90":  # attention on the CPU is eager code, which refuses them
+        engine.check(*ops["attention"](q, engine.cache, *meta, start, None), nothing)
+        engine.check(*ops["attention_prefill"](q, k, v, engine.cache, *meta, meta[1], start, None), nothing)
+    offset_len, index = ops["decode_index"](*meta, start)
+    assert offset_len.tolist() == [[-1, 0]] * len(k) and (index == -1).all()
+    for outside in (-1, -LAST32 - 1, LAST32, SLOTS * case.spec.rows):
+        engine.check(*ops["attention_index"](q, engine.cache, torch.full_like(index, outside), None), nothing)
+    history = as_tuple(ops["gather"](engine.cache, *meta, start, k, v))[0][: len(k) * case.spec.window]
+    assert not history.any()
+    assert torch.equal(engine.state, before)
