@@ -203,20 +203,28 @@ COLUMNS = {
 }
 
 
+def record(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows, a line each, between those of the file that they do not replace."""
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "swa_inductor": swa.__version__}
+    about = {"benchmark": "portability", "date": datetime.date.today().isoformat(), **versions}
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {(row["arch"], row["shape"], row["op"]): row for row in [*before, *rows]}
+    order = [(arch, shape, op) for arch in ARCHS for shape, made in TABLE.items() for op in made()]
+    lines = ",\n".join("  " + json.dumps(found[key]) for key in order if key in found)
+    path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.portability")
     parser.add_argument("--shapes", nargs="+", choices=TABLE, default=list(TABLE), metavar="SHAPE")
     parser.add_argument("--archs", nargs="+", choices=ARCHS, default=list(ARCHS), metavar="ARCH")
     parser.add_argument("--jobs", type=int, default=1, help="processes; one per core is right")
-    parser.add_argument("--json", type=Path, help="file to write the table to")
+    parser.add_argument("--json", type=Path, help="file to write to; what it holds of other rows stays")
     args = parser.parse_args()
     print("  ".join(f"{key:>{width}}" for key, width in COLUMNS.items()))
     rows = list(measure(args.shapes, args.archs, args.jobs))
     if args.json:
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "swa_inductor": swa.__version__}
-        about = {"benchmark": "portability", "date": datetime.date.today().isoformat(), **versions}
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
-        args.json.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+        record(args.json, rows)
     sys.exit(any("error" in row for row in rows))
 
 

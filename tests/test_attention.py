@@ -430,6 +430,52 @@ def test_a_window_is_kept_only_where_it_fits() -> None:
         assert resident(64, 1, dim, window, dtype, card, PLAIN) is None
 
 
+def test_tiles() -> None:
+    """Those of sm_90 were timed; where operands lie in registers (mma.sync), tiles are smaller (portability.py)."""
+    h200, rtx = SimpleNamespace(major=9), SimpleNamespace(major=12)
+
+    def tiles(config: dict[str, int]) -> tuple[int, ...]:
+        return tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+
+    for rows, widest, dtype, keys, timed, small in (
+        (384, 512, BF16, 133, (32, 16, 8, 1), (32, 16, 8, 1)),
+        (8, 512, BF16, 133, (16, 16, 8, 1), (16, 16, 8, 1)),
+        (96, 256, BF16, 69, (64, 32, 8, 1), (32, 32, 4, 2)),
+        (24, 256, BF16, 69, (32, 32, 4, 2), (32, 32, 4, 2)),
+        (2, 256, BF16, 1024, (16, 32, 4, 3), (16, 32, 4, 3)),
+        (120, 128, BF16, 74, (64, 64, 4, 2), (32, 32, 4, 2)),
+        (120, 64, BF16, 128, (64, 64, 4, 2), (64, 64, 4, 2)),
+        (8, 64, BF16, 128, (16, 128, 4, 1), (16, 128, 4, 1)),
+        (8, 64, BF16, 129, (16, 64, 4, 2), (16, 64, 4, 2)),
+        (8, 64, BF16, 64, (16, 64, 4, 2), (16, 64, 4, 2)),
+        (384, 512, torch.float32, 133, (16, 16, 16, 1), (16, 16, 16, 1)),
+        (384, 256, torch.float32, 133, (16, 16, 8, 1), (16, 16, 8, 1)),
+        (384, 128, torch.float32, 133, (16, 16, 4, 1), (16, 16, 4, 1)),
+        (384, 64, torch.float32, 128, (16, 32, 4, 1), (16, 32, 4, 1)),
+    ):
+        for card, want in ((h200, timed), (rtx, small)):
+            assert tiles(_attend.config(rows, widest, dtype, card, keys)) == want
+    for widest, dtype, want in (
+        (512, BF16, (32, 16, 8, 1)),
+        (256, BF16, (64, 16, 8, 1)),
+        (128, BF16, (64, 32, 4, 2)),
+        (128, torch.float32, (16, 16, 4, 1)),
+        (64, torch.float32, (16, 32, 4, 1)),
+    ):
+        assert tiles(_attend.prefill_config(widest, dtype, h200)) == want
+    assert [tuple(v.values()) for v in _attend.variants({"BLOCK_N": 16, "num_warps": 16, "num_stages": 1})] == [
+        (16, 16, 2),
+        (32, 16, 1),
+    ]
+    assert _attend.variants({"BLOCK_N": 32, "num_warps": 8, "num_stages": 2})[-1] == {
+        "BLOCK_N": 16,
+        "num_warps": 8,
+        "num_stages": 3,
+    }
+    assert _attend.token_tiles(24, 16) == {"HEADS": 16, "BLOCK_T": 1, "HEAD_BLOCKS": 2, "G": 24}
+    assert _attend.token_tiles(5, 64) == {"HEADS": 8, "BLOCK_T": 8, "HEAD_BLOCKS": 1, "G": 5}
+
+
 def test_dims_that_rope_turns_are_a_slice_of_their_own() -> None:
     assert slices(512, 256, 0) == ((0, 2, 256),)
     assert slices(512, 256, 64) == ((0, 1, 256), (256, 1, 128), (384, 1, 64), (448, 1, 64))

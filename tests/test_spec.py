@@ -55,6 +55,7 @@ def test_capacity(d: int) -> None:
         (134, 0, 7, 128, 7, 0),
         (261, 0, 134, 128, 0, 127),
         (250, 200, 200, 51, 66, 116),
+        (50, -5, 0, 51, 0, 50),
     ],
 )
 def test_visible(position: int, valid_start: int, lo: int, n: int, first: int, last: int) -> None:

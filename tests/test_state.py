@@ -44,6 +44,8 @@ def test_raw_ring(d: int) -> None:
         swa.RawRingSpec(4, d, 16, "mxfp8")
     with pytest.raises(swa.InvalidArgumentError, match="width: got 0"):
         swa.RawRingSpec(4, d, 0)
+    with pytest.raises(swa.InvalidArgumentError, match="entries: got 20.0; allowed: an integer of at least 1"):
+        swa.RawRingSpec(4, d, 16, entries=20.0)  # type: ignore[arg-type]
 
 
 def views(state: torch.Tensor) -> list[torch.Tensor]:

@@ -34,8 +34,9 @@ def config(rows: int, widest: int, dtype: torch.dtype, card: Any, keys: int = 0)
         block_n = 16 if widest > 64 else 32
         num_warps = 16 if widest > 256 else 8 if widest > 128 else 4
     else:
-        small = 64 < widest <= 256 and not reads_shared_memory(card)
-        block_m = min(max(16, next_power_of_2(rows)), 32 if small else 64)  # a tensor-core tile has at least 16 rows
+        block_m = min(max(16, next_power_of_2(rows)), 64)  # a tensor-core tile has at least 16 rows, of tcgen05 64
+        small = 64 < widest <= 256 and (not reads_shared_memory(card) or (card.major == 10 and block_m < 64))
+        block_m = min(block_m, 32) if small else block_m
         if widest > 256:
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 16, 8, 1
         elif widest > 128:
@@ -58,7 +59,7 @@ def variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 def prefill_config(widest: int, dtype: torch.dtype, card: Any) -> dict[str, int]:
     """As `config` for a kernel with two kinds of keys, which leave fewer registers: smaller tiles of keys.
 
-    On sm_90 nothing spills but at 512 values (8 words); elsewhere up to 56 words do (ptxas, 2026-11-30).
+    Up to 40 words a thread still spill, the most with norm and RoPE of 256 values (benchmarks/README.md).
     """
     options = config(64, widest, dtype, card)
     if dtype != torch.float32:
