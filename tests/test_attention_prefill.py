@@ -207,6 +207,23 @@ def test_bad_device_metadata_makes_a_padded_row() -> None:
     assert all(t.isfinite().all() for t in run_on_cpu(code, [y[n] for n in PREFILL_ARGS])[:1])
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "v4"])
+def test_a_start_that_no_sequence_has_stays_with_its_sequence(name: str) -> None:
+    """F14: in the generated source; extremes neither wrap around nor keep a program busy."""
+    case = BY_NAME[name]
+    x = prefill_inputs(case, q_lens=(1, 7))
+    args = [x[n] for n in PREFILL_ARGS]
+    code = generate_code(prefill_op(case), *args)
+    clean = run_on_cpu(code, args)
+    for value in (-(2**63), 2**63 - 1):
+        y = dict(x, q_starts=x["q_starts"].clone())
+        y["q_starts"][1:8] = value
+        for got, want in zip(run_on_cpu(code, [y[n] for n in PREFILL_ARGS]), clean, strict=True):
+            assert not got.isnan().any()
+            assert_same(got[:1], want[:1])
+            assert_same(got[8:], want[8:])
+
+
 def test_no_tokens() -> None:
     case = BY_NAME["v4"]
     x = prefill_inputs(case)
