@@ -9,6 +9,8 @@ import os
 # every instruction set, nine seconds in each process that makes C++: the processor's word will do.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# The interpreter runs no Gluon; tests marked so switch it on.
+os.environ.setdefault("SWA_INDUCTOR_GLUON", "0")
 
 import pytest
 import torch
