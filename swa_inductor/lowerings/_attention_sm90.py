@@ -71,8 +71,8 @@ def config(sequences: int | None, step: int, heads: int, group: int, processors:
     """How programs share `sequences` (None: not known at compile time) of `step` tokens x `heads` heads.
 
     A wave of one-token programs at first, then as few tokens per program as make one wave, then whole steps. Steps of 6
-    x 64 heads took 9.8, 11.4, 32 and 96 us for 1, 8, 64 and 256 sequences where the Triton template took 14.7, 16.5,
-    44.7 and 130; of 6 x 128 heads, 54 and 182 for the last two, where it took 63 and 236 (H200, 2026-11-30).
+    x 64 heads took 9.6, 10.5, 31 and 94 us for 1, 8, 64 and 256 sequences where the Triton template took 14.7, 16.5,
+    44.7 and 130; of 6 x 128 heads, 50 and 172 for the last two, where it took 63 and 236 (H200, 2026-11-30).
     """
     if sequences is not None:
         programs = sequences * step * heads // 64
