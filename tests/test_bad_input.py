@@ -214,6 +214,7 @@ def test_tensors(name: str) -> None:
             others = OTHERS.get((argument, kind), OTHERS.get((argument, kind.split()[0]), ()))
             args = {**tensors, argument: wrong}
             message = refused(partial(function, **args, **options), (text, *others), tensors)
+            assert message.startswith((text, *others))
             family = kind.split()[0]
             if family in ("dtype", "rank", "size") and family not in traced:
                 traced.add(family)
@@ -403,6 +404,7 @@ def test_other_arguments(name: str) -> None:
     for change, text in ROWS[name]:
         args, rest = changed(tensors, options, change)
         message = refused(partial(function, **args, **rest), (text,), tensors)
+        assert message.startswith(text)
         refused_when_traced(function, args, rest, message)
 
 
@@ -412,7 +414,7 @@ def test_values(name: str) -> None:
     function, tensors, options = calls()[name]
     for change, text in VALUES[name]:
         args, rest = changed(tensors, options, change)
-        refused(partial(function, **args, **rest), (text,), tensors)
+        assert refused(partial(function, **args, **rest), (text,), tensors).startswith(text)
 
 
 def test_what_torch_refuses() -> None:
@@ -570,4 +572,4 @@ HOST = [  # call, text of the error
 def test_on_the_host() -> None:
     """A7, F14: specs, layouts, slots and metadata of lists; nothing is repaired in silence."""
     for call, text in HOST:
-        refused(call, (text,), {})
+        assert refused(call, (text,), {}).startswith(text)

@@ -34,8 +34,8 @@ def layer(case: Case) -> Callable:
     return fn
 
 
-def require_same(fn: Callable, args: list, runs: int) -> None:
-    """`runs` runs from the same ring: each gives the same outputs and leaves the same bytes."""
+def same_runs(fn: Callable, args: list, runs: int) -> int:
+    """`runs` runs from the same ring: each gives the same outputs and leaves the same bytes; -> their number."""
     cache = args[NAMES.index("cache")]
     before, first = cache.clone(), None
     for _ in range(runs):
@@ -46,6 +46,7 @@ def require_same(fn: Callable, args: list, runs: int) -> None:
             assert not torch.equal(cache, before)
         for value, was in zip(got, first, strict=True):
             assert_same(value, was)
+    return runs
 
 
 def inputs(case: Case, device: str = "cpu") -> list[Tensor | None]:
@@ -57,7 +58,7 @@ def test_compiled_on_the_cpu() -> None:
     """All threads of the machine share the work."""
     torch._dynamo.reset()
     case = BY_NAME["odd-group"]
-    require_same(torch.compile(layer(case), fullgraph=True, dynamic=False), inputs(case), 20)
+    assert same_runs(torch.compile(layer(case), fullgraph=True, dynamic=False), inputs(case), 20) == 20
 
 
 def test_generated_source() -> None:
@@ -65,7 +66,7 @@ def test_generated_source() -> None:
     case = BY_NAME["mha-fp16"]
     args = inputs(case)
     code = generate_code(layer(case), *args)
-    require_same(lambda *args: run_on_cpu(code, args), args, 3)
+    assert same_runs(lambda *args: run_on_cpu(code, args), args, 3) == 3
 
 
 @pytest.mark.gpu
@@ -75,4 +76,5 @@ def test_on_a_gpu(name: str, autotune: bool) -> None:
     """Few sequences, so that programs share the keys of a query; tiles as they are chosen, or by autotuning."""
     torch._dynamo.reset()
     mode = "max-autotune-no-cudagraphs" if autotune else None
-    require_same(torch.compile(layer(BY_NAME[name]), fullgraph=True, mode=mode), inputs(BY_NAME[name], "cuda"), 100)
+    step = torch.compile(layer(BY_NAME[name]), fullgraph=True, mode=mode)
+    assert same_runs(step, inputs(BY_NAME[name], "cuda"), 100) == 100

@@ -568,6 +568,8 @@ class Schedules(RuleBasedStateMachine):
     ops: dict[str, Ops] | None = None
     """By case, of those to choose from; None for eager mode over any geometry."""
     refuses: Container[str] = ("store", "attention")
+    played = 0
+    """Schedules so far, of the class."""
 
     @initialize(rng=RANDOM)
     def begin(self, rng: random.Random) -> None:
@@ -611,20 +613,22 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.end()
+            type(self).played += 1
 
 
-def walk(share: float, steps: int, **changes: object) -> None:
-    """Schedules of up to `steps` actions, a share of the examples of the profile."""
+def walk(share: float, steps: int, **changes: object) -> int:
+    """Schedules of up to `steps` actions, a share of the examples of the profile; -> how many ran to their end."""
     machine = type("Walk", (Schedules,), changes)
     examples = max(1, round(settings().max_examples * share))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     options = settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=checks)
     run_state_machine_as_test(machine, settings=options)
+    return machine.played
 
 
 def test_eager() -> None:
     """A1, A5, A8, A9, A11, A12, A13, F1, F14: any geometry."""
-    walk(1, 20)
+    assert walk(1, 20) > 0
 
 
 SMALL = {
@@ -679,13 +683,13 @@ def ways(how: str, name: str) -> dict[str, Ops]:
 
 def test_generated_source() -> None:
     """The sm_90 source, generated once for any number of tokens."""
-    walk(0.08, 8, ops=ways("sm_90", "mxfp8"), refuses=())
+    assert walk(0.08, 8, ops=ways("sm_90", "mxfp8"), refuses=()) > 0
 
 
 def test_compiled_on_the_cpu() -> None:
     """Attention is eager code there."""
     torch._dynamo.reset()
-    walk(0.2, 12, ops=ways("cpp", "bf16"), refuses=("attention",))
+    assert walk(0.2, 12, ops=ways("cpp", "bf16"), refuses=("attention",)) > 0
 
 
 @pytest.mark.parametrize("how", ["cpp", "sm_90"])
