@@ -39,7 +39,7 @@ def serves(q: Any, cache: Any, query: Query, window: int, scale: float, step: in
     q_strides = q.maybe_get_stride()
     if q_strides is None:
         return False  # q is yet to be computed, by code that fuses in front of the Triton template
-    strides: list[Any] = [_inductor.known_int(x) for x in (*cache.get_stride()[:3], *q_strides)]
+    strides: list[Any] = [*_inductor.known_strides(cache)[:3], *(_inductor.known_int(x) for x in q_strides)]
     if (card.major, card.minor) != (9, 0) or None in strides or not _template.GLUON or template() is None:
         return False
     if query.q_norm_weight is not None or (query.rope is not None and not _serves_rope(query)):
@@ -63,7 +63,7 @@ def serves(q: Any, cache: Any, query: Query, window: int, scale: float, step: in
 
 def _serves_rope(query: Query) -> bool:
     """Pairs of adjacent columns, all in the last slice."""
-    known = _inductor.known_int(query.rope.get_stride()[0]) is not None
+    known = _inductor.known_strides(query.rope)[0] is not None
     return known and query.rope_interleaved and _inductor.int_of(query.rope.get_size()[1]) <= SLICE
 
 

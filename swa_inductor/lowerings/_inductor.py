@@ -61,6 +61,7 @@ __all__ = [
     "inline",
     "int_of",
     "known_int",
+    "known_strides",
     "likely_int",
     "lower",
     "render_template",
@@ -199,6 +200,13 @@ def int_of(size: Any) -> int:
 def known_int(size: Any) -> int | None:
     """A size if it is known at compile time, without guarding on it."""
     return int(size) if getattr(size, "is_number", isinstance(size, int)) else None
+
+
+def known_strides(node: Any) -> list[int | None]:
+    """Strides of a tensor that a kernel reads from memory, where the graph now puts it if it computes it itself."""
+    node = realize_inputs(node)
+    node.freeze_layout()
+    return [known_int(stride) for stride in node.get_stride()]
 
 
 def likely_int(size: Any, otherwise: int) -> int:

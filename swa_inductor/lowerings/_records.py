@@ -16,7 +16,7 @@ def constants(cache: Any) -> dict[str, Any]:
     WORDS: every record starts at a multiple of 4 bytes.
     """
     card = torch.cuda.get_device_properties(cache.get_device())
-    steps = [_inductor.known_int(x) for x in (*cache.get_stride()[:-1], cache.get_size()[-1])]
+    steps = [*_inductor.known_strides(cache)[:-1], _inductor.known_int(cache.get_size()[-1])]
     return {
         "HARDWARE_E4M3": (card.major, card.minor) >= (8, 9),
         "WORDS": all(x is not None and x % 4 == 0 for x in steps),
