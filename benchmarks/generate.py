@@ -4,7 +4,7 @@ ms per token is the time of --new-tokens tokens less that of one, over their num
 after two that compile. Stock is a static cache, whose steps transformers compiles on a GPU, and the default cache.
 Before anything is timed, rings must give stock's tokens in fp32.
 
-    python -m benchmarks.generate [--models NAME ...] [--batches N ...] [--new-tokens N] [--json FILE] [--check]
+    python -m benchmarks.generate [--models NAME ...] [--batches N ...] [--layers N] [--new-tokens N] [--check]
 
 With --gemma the packaged weights and one prompt, with and without looked-up drafts (`prompt_lookup_num_tokens`).
 """
@@ -29,7 +29,7 @@ from swa_inductor.lowerings._inductor import cudagraph_recordings
 
 LAYERS, PROMPT, CHECKED, DRAFTS = 8, 600, 24, 5
 TYPES = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-BASE = {"vocab_size": 32_000, "num_hidden_layers": LAYERS, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+BASE = {"vocab_size": 32_000, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
@@ -88,19 +88,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Attention of the published models, fewer layers and experts."""
-SMALL = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 64, "sliding_window": 16, "num_hidden_layers": 2}
+SMALL = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 64, "sliding_window": 16}
 """What --check makes of them, beside fewer heads."""
 STOCK = {"static": {"cache_implementation": "static"}, "dynamic": {}}
 
 
-def build(name: str, small: bool) -> Any:
+def build(name: str, layers: int, small: bool) -> Any:
     kind, fields = MODELS[name]
-    fields = {**BASE, **fields}
-    if small:
-        fields |= {**SMALL, "num_attention_heads": 16}
-        for per_layer in ("layer_types", "mlp_layer_types"):
-            if per_layer in fields:
-                fields[per_layer] = fields[per_layer][:2]
+    fields = {**BASE, **fields, **({**SMALL, "num_attention_heads": 16} if small else {}), "num_hidden_layers": layers}
+    for per_layer in ("layer_types", "mlp_layer_types"):
+        if per_layer in fields:
+            fields[per_layer] = fields[per_layer][:layers]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**fields)
     with torch.device(_measure.DEVICE):
@@ -131,7 +129,7 @@ def ms_per_token(model: Any, ids: Tensor, count: int, **how: Any) -> float | Non
 
     try:
         if not _measure.TIMED:
-            generate(model, ids, 2, **how)
+            generate(model, ids, count, **how)
             return float("nan")
         for _ in range(2):
             seconds(count)
@@ -152,7 +150,7 @@ def require_same(what: str, model: Any, ids: Tensor, count: int, **how: Any) -> 
 
 
 def measure(name: str, model: Any, ids: Tensor, count: int, **how: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": name, "sequences": len(ids), **how}
+    row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "sequences": len(ids), **how}
     torch._dynamo.reset()
     recorded = cudagraph_recordings()
     with use_rings(model):
@@ -182,7 +180,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(checked("Gemma 3 270M", exact, ids, count, **how))
         return rows
     for name in args.models:
-        exact = build(name, small)
+        exact = build(name, 2 if small else args.layers, small)
         for batch in args.batches or ((2,) if small else (1, 8)):
             ids = torch.randint(2, exact.config.vocab_size, (batch, 24 if small else PROMPT), device=_measure.DEVICE)
             rows.append(checked(name, exact, ids, count))
@@ -192,6 +190,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="%(default)s, and at most so many")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--gemma", action="store_true", help="the packaged weights; needs the extra 'demo'")
 

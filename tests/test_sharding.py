@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import socket
 from collections.abc import Callable
 
@@ -50,6 +51,8 @@ def _rank(rank: int, check: Callable[[DeviceMesh], None], backend: str, port: in
         with torch.no_grad():
             check(init_device_mesh("cuda" if backend == "nccl" else "cpu", (RANKS,)))
     finally:
+        torch.compiler.reset()  # a recorded graph holds the communicator of NCCL, whose end would wait for it for ever
+        gc.collect()
         dist.destroy_process_group()
 
 
