@@ -158,7 +158,7 @@ def measure(name: str, model: Any, ids: Tensor, count: int, **how: Any) -> dict[
     row["graphs recorded"] = cudagraph_recordings() - recorded
     for kind, cache in STOCK.items():
         torch._dynamo.reset()
-        row[f"{kind}, ms"] = ms_per_token(model, ids, count, **cache)
+        row[f"{kind}, ms"] = ms_per_token(model, ids, count, **cache, **how)
     return row
 
 

@@ -25,6 +25,7 @@ SMALL = {
     "sliding_window": WINDOW,
     # Large weights: with the usual ones the output hardly depends on attention, and no test could fail.
     "initializer_range": 0.3,
+    "tie_word_embeddings": False,  # or the next token is the last one, again and again, whatever attention gives
     "pad_token_id": 0,
     "eos_token_id": None,
     "bos_token_id": 1,
@@ -119,6 +120,7 @@ def make_model(name: str = "gemma3", dtype: torch.dtype = torch.float32, layers:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
+    model.get_output_embeddings().weight.data[0] = 0  # no padding is generated: without a mask it is taken for one
     return model.requires_grad_(False)
 
 

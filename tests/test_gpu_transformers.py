@@ -29,3 +29,20 @@ def test_generate_with_rings_is_one_graph(name: str) -> None:
     for row, start in zip(runs[0], (0, 17), strict=True):
         logits = ring_models.stock_logits(model, row[None, start:])[0]
         assert torch.equal(row[40:], logits.argmax(-1)[39 - start : -1])
+
+
+def test_steps_that_check_drafts_are_one_graph() -> None:
+    """One recording for two calls, however many drafts a step has; fp32, the tokens of stock."""
+    ring_models = pytest.importorskip("ring_models")
+    from swa_inductor.integrations.transformers import use_rings
+
+    model = ring_models.make_model("gemma3", layers=2).cuda()
+    ids = ring_models.prompt(1, 20).repeat(1, 2).cuda()
+    how = {"do_sample": False, "max_new_tokens": 60}
+    want = model.generate(ids, **how)
+    torch._dynamo.reset()
+    recorded = cudagraph_recordings()
+    with use_rings(model):
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **how), want)
+    assert cudagraph_recordings() - recorded == 1

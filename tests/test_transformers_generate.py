@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,7 +49,15 @@ def assert_greedy(model, ids, mask, out) -> None:
 
 
 class Counter(CompileCounterWithBackend):
-    """One for all copies: transformers copies its compile config."""
+    """One for all copies: transformers copies its compile config. `shapes`: of the inputs of all graphs."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.shapes: set[tuple] = set()
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        self.shapes |= {tuple(x.shape) for x in example_inputs if isinstance(x, torch.Tensor)}
+        return super().__call__(gm, example_inputs)
 
     def __deepcopy__(self, memo: dict) -> Counter:
         return self
@@ -66,6 +76,7 @@ def test_one_line_switches_a_model_over(name):
         ids, attention_mask=mask, do_sample=False, max_new_tokens=101, compile_config=compile_config
     )  # the prefill chooses the first
     assert out.shape == (2, 141) and counter.frame_count == 1
+    assert len(out[:, 40:].unique()) > 5  # not one token again and again, which any attention would give
     assert_greedy(model, ids, mask, out)
 
 
@@ -125,6 +136,9 @@ def test_drafts_are_rolled_back(drafts, monkeypatch):
     if drafts == "stock assistant" and transformers.__version__ < "5.24":
         pytest.skip("before 5.24 sliding layers of an assistant fail in stock transformers")
     model, assistant = make_model(), make_model(layers=2)
+    assistant.generation_config.update(  # many drafts, however unsure it is of them
+        num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
     ids = prompt(1, 20).repeat(1, 2)
     lengths = range(54, 61) if drafts == "lookup" else (60,)  # the last drafts may be beyond
     options = [{"do_sample": False, "max_new_tokens": n} for n in lengths]
@@ -135,6 +149,73 @@ def test_drafts_are_rolled_back(drafts, monkeypatch):
     with use_rings(model), use_rings(assistant, max_length=100) if drafts == "assistant" else contextlib.nullcontext():
         assert all(torch.equal(model.generate(ids, **o, **how), w) for o, w in zip(options, want, strict=True))
     assert min(removed) < (-2 if drafts == "lookup" else -WINDOW)
+
+
+@pytest.mark.parametrize(
+    "drafts, name", [("lookup", "gemma3"), ("lookup", "gpt_oss"), ("lookup", "mistral"), ("assistant", "gemma3")]
+)
+def test_steps_that_check_drafts_are_compiled_once(drafts, name):
+    """However many drafts there are: the code is that of the largest number, and the text that of stock."""
+    model, assistant, counter = make_model(name, layers=2), make_model(name, layers=1), Counter("eager")
+    ids, greedy = prompt(1, 20).repeat(1, 2), {"do_sample": False, "max_new_tokens": 60}
+    want = model.generate(ids, **greedy)
+    compile_config = CompileConfig(backend=counter, fullgraph=True, mode=None)
+    compile_config._compile_all_devices = True
+    how = {"prompt_lookup_num_tokens": 3} if drafts == "lookup" else {"assistant_model": assistant}
+    with use_rings(model), use_rings(assistant, max_length=100):
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, compile_config=compile_config, **greedy, **how), want)
+    assert counter.frame_count == 1 and (1, 4 if drafts == "lookup" else 32) in counter.shapes
+    assert "forward" not in vars(model)
+
+
+def test_steps_of_which_more_than_logits_is_wanted_are_not_compiled():
+    model, counter = make_model(), Counter("eager")
+    compile_config = CompileConfig(backend=counter, mode=None)
+    compile_config._compile_all_devices = True
+    how = {"prompt_lookup_num_tokens": 3, "compile_config": compile_config}
+    ids = prompt(1, 20).repeat(1, 2)
+    want = model.generate(ids, **GREEDY)
+    with use_rings(model):
+        out = model.generate(ids, output_hidden_states=True, return_dict_in_generate=True, **how, **GREEDY)
+        assert torch.equal(out.sequences, want) and out.hidden_states and counter.frame_count == 0
+        assert torch.equal(model.generate(ids, **how, **GREEDY), want) and counter.frame_count == 1
+
+
+def test_a_forward_of_ones_own_stays_in_place():
+    """One that a library has set on the model is called for the steps, and is there again afterwards."""
+    model, counter, calls = make_model(layers=2), Counter("eager"), []
+    compile_config = CompileConfig(backend=counter, mode=None)
+    compile_config._compile_all_devices = True
+    ids, forward = prompt(1, 20).repeat(1, 2), model.forward
+
+    @functools.wraps(forward)
+    def own(*args, **kwargs):
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    model.forward = own
+    want = model.generate(ids, **GREEDY)
+    calls.clear()
+    with use_rings(model):
+        how = {"prompt_lookup_num_tokens": 3, "compile_config": compile_config, **GREEDY}
+        assert torch.equal(model.generate(ids, **how), want) and calls and model.forward is own
+
+
+def test_a_copy_of_a_model_compiles_its_own_steps():
+    model, counter = make_model(layers=2), Counter("eager")
+    compile_config = CompileConfig(backend=counter, mode=None)
+    compile_config._compile_all_devices = True
+    how = {"prompt_lookup_num_tokens": 3, "compile_config": compile_config, **GREEDY}
+    ids = prompt(1, 20).repeat(1, 2)
+    with use_rings(model):
+        model.generate(ids, **how)
+        other = copy.deepcopy(model)
+        for p in other.parameters():
+            p.data.add_(torch.randn_like(p))
+        want = other.generate(ids, **GREEDY)
+        assert torch.equal(other.generate(ids, **how), want)  # not with the weights of the first
+    assert not torch.equal(want, model.generate(ids, **GREEDY))
 
 
 @pytest.mark.parametrize("given", ["inputs", "input_ids"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.generation import GenerationConfig, GenerationMode
 
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._cache import RingCache
+from swa_inductor.integrations._draft_steps import DraftSteps
 from swa_inductor.integrations._layers import cache_kwarg, plan_model, switch, use_stock
 from swa_inductor.integrations._mask import IMPLEMENTATION
 
@@ -20,6 +22,14 @@ DRAFTED_TOKENS = 31
 
 _HOOK = "_prepare_cache_for_generation"
 """Method of transformers' models, 5.17 to 5.x at least, in which `generate` makes its cache."""
+
+
+@dataclass
+class _Call:
+    """A call of `generate` that runs: the cache that was made for it, and the one whose steps are compiled here."""
+
+    made: RingCache | None = None
+    drafting: RingCache | None = None
 
 
 class Rings:
@@ -36,7 +46,8 @@ class Rings:
         self.tokens_per_step, self.kv_format = tokens_per_step, kv_format
         switch(model, IMPLEMENTATION)
         self._spare: list[RingCache] = []  # one at most, which nobody uses
-        self._made: dict[int, RingCache] = {}  # by thread, the cache of the call of `generate` that runs
+        self._calls: dict[int, _Call] = {}  # by thread, the innermost one
+        self._steps = DraftSteps(model)
         self._active = True
         vars(model).update({"generate": self._generate, _HOOK: self._prepare_cache})
 
@@ -84,15 +95,19 @@ class Rings:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Stock `generate`. Reuses a cache that it does not return: CUDA graphs need rings to stay where they are."""
         thread = threading.get_ident()
-        outer = self._made.pop(thread, None)  # a call within a call
+        outer, call = self._calls.get(thread), _Call()
+        self._calls[thread] = call
         try:
             out = type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
         finally:
-            made = self._made.pop(thread, None)
-            if outer is not None:
-                self._made[thread] = outer
-        if made is not None and isinstance(out, Tensor) and self._active:
-            self._spare[:] = [made]
+            if call.drafting is not None:
+                self._steps.end(call.drafting)
+            if outer is None:
+                del self._calls[thread]
+            else:
+                self._calls[thread] = outer
+        if call.made is not None and isinstance(out, Tensor) and self._active:
+            self._spare[:] = [call.made]
         return out
 
     def _prepare_cache(
@@ -118,21 +133,33 @@ class Rings:
         )
         if config.assistant_early_exit is not None:
             raise UnsupportedError("assistant_early_exit: a cache of rings has all layers of its model")
-        if model_kwargs.get(name) is not None or config.use_cache is False:
-            stock = getattr(type(self.model), _HOOK)
-            return stock(self.model, config, model_kwargs, generation_mode, batch_size, max_cache_length)
         drafting = config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
         drafted = config.prompt_lookup_num_tokens or (DRAFTED_TOKENS if drafting else 0)
         tokens_per_step = max(self.tokens_per_step, drafted + 1)
-        cache = self._cache(
-            batch_size * max(config.num_beams, config.num_return_sequences),
-            max(max_cache_length + 1, self.max_length or 0) + tokens_per_step - 1,  # the last drafts go beyond
-            tokens_per_step,
-        )
-        if config.is_assistant and self.max_length is None and cache.state.limit is not None:
-            raise InvalidArgumentError("max_length: got None; allowed: a number, as an assistant has full attention")
-        self._made[threading.get_ident()] = model_kwargs[name] = cache
-        return None
+        call = self._calls[threading.get_ident()]
+        if model_kwargs.get(name) is not None or config.use_cache is False:
+            stock = getattr(type(self.model), _HOOK)
+            stock(self.model, config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        else:
+            cache: Any = self._cache(
+                batch_size * max(config.num_beams, config.num_return_sequences),
+                max(max_cache_length + 1, self.max_length or 0) + tokens_per_step - 1,  # the last drafts go beyond
+                tokens_per_step,
+            )
+            if config.is_assistant and self.max_length is None and cache.state.limit is not None:
+                allowed = "a number, as an assistant has full attention"
+                raise InvalidArgumentError(f"max_length: got None; allowed: {allowed}")
+            call.made = model_kwargs[name] = cache
+        cache = model_kwargs.get(name)
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and isinstance(cache, RingCache):
+            self._compile_steps(call, cache, config, model_kwargs)
+
+    def _compile_steps(self, call: _Call, cache: RingCache, config: GenerationConfig, model_kwargs: Any) -> None:
+        """Where `generate` would compile its steps, compile them here, for any number of drafts at once."""
+        model: Any = self.model
+        if model._valid_auto_compile_criteria(model_kwargs, config):
+            self._steps.begin(cache, config.compile_config or model._default_compile_config())
+            config.disable_compile, call.drafting = True, cache
 
     def _cache(self, batch_size: int, max_length: int, tokens_per_step: int) -> RingCache:
         """An empty cache, the spare one if it will do."""
