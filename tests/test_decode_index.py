@@ -88,7 +88,8 @@ def test_padded_rows_and_no_rows(how: str) -> None:
     offset_len, index = check(how, V4, [-1, 4, -1], [0, 0, 10**12], [0, 0, 5])
     assert offset_len == [[-1, 0], [4 * 134, 1], [-1, 0]]
     assert index[0] == index[2] == [-1] * 128
-    check(how, V4, [], [], [])
+    if how != "sm_90" or torch.__version__ >= "2.13":  # code of Inductor 2.11 divides by its number of rows
+        check(how, V4, [], [], [])
 
 
 @every_how

@@ -126,7 +126,8 @@ def test_nothing_at_all(how: str) -> None:
         segments, pivots = check(how, V4, [], [], [], pad=3)
         assert segments == [] and pivots == [[0, 0, 0, 0]] * 3
         check(how, V4, [], [], [])
-    check(how, V4, [0, 1], [0, 0], [9, 0])
+    if how != "sm_90" or torch.__version__ >= "2.13":  # code of Inductor 2.11 divides by its number of rows
+        check(how, V4, [0, 1], [0, 0], [9, 0])
     segments, pivots = check(how, V4, [-1, -1], [0, 2], [0, 0])
     assert segments == [[[-1, 0, 0, 128], UNUSED, UNUSED], [[-1, 0, 128, 128], UNUSED, UNUSED]]
     assert pivots == [[0, 0, 0, 0]] * 2

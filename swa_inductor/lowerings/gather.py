@@ -75,7 +75,8 @@ def lower_cpu(
     cache: Any, state_ids: Any, q_starts: Any, valid_start: Any, k: Any, v: Any, **options: Any
 ) -> tuple[Any, Any]:
     gather = partial(reference.gather, **options)
-    out_k, out_v = _inductor.inline(gather, cache, state_ids, q_starts, valid_start, k, v)
+    # Nothing is kept in between: over loops of several shapes Inductor 2.11 fuses K with V and then fails.
+    out_k, out_v = _inductor.inline(gather, cache, state_ids, q_starts, valid_start, k, v, recompute=True)
     if options["v_head_dim"] is None:
         out_v = _inductor.empty_buffer([0], options["dtype"], cache.get_device())
     return out_k, out_v
