@@ -74,15 +74,40 @@ def test_from_device_is_build() -> None:
     )
     for f in dataclasses.fields(host):
         assert_same(getattr(device, f.name), getattr(host, f.name))
-    host = decode(valid_start=[-4, 0])
-    device = swa.DecodeMetadata.from_device(
-        V4, num_slots=4, state_ids=ints(3, -1), positions=torch.tensor([50, 0]), valid_start=ints(-4, 0), width=128
-    )
-    for f in dataclasses.fields(host):
-        assert_same(getattr(device, f.name), getattr(host, f.name))
-    assert host.store_rows.tolist() == [3 * 134 + 50, -1]
+    for start, width in ((-4, 128), (40, 131), (50, None)):
+        host = decode(valid_start=[start, 0], width=width)
+        lists = {"state_ids": ints(3, -1), "positions": torch.tensor([50, 0]), "valid_start": ints(start, 0)}
+        device = swa.DecodeMetadata.from_device(V4, num_slots=4, width=width, **lists)
+        assert (device.index is None) == (host.index is None) == (width is None)
+        for f in dataclasses.fields(host):
+            if getattr(host, f.name) is not None:
+                assert_same(getattr(device, f.name), getattr(host, f.name))
+        assert host.store_rows.tolist() == [3 * 134 + 50, -1]
     device = swa.DecodeMetadata.from_device(V4, num_slots=4, state_ids=ints(3), positions=torch.tensor([50]))
     assert device.index is None and device.store_rows.tolist() == [3 * 134 + 50]
+
+
+def test_every_tensor_is_on_the_device() -> None:
+    """Also where there are no tokens; dtypes are the same then."""
+    none = {"state_ids": [], "positions": []}, {"state_ids": [], "q_lens": [], "k_lens": []}
+    for some, empty in ((decode, decode(device="meta", **none[0])), (prefill, prefill(device="meta", **none[1]))):
+        for f in dataclasses.fields(empty):
+            got, like = getattr(some(device="meta"), f.name), getattr(some(), f.name)
+            assert got.device.type == getattr(empty, f.name).device.type == "meta"
+            assert got.dtype == getattr(empty, f.name).dtype == like.dtype and got.shape == like.shape
+    assert {t.device.type for t in flat(swa.PreparedDecode.allocate(V4, 3, width=128, device="meta"))} == {"meta"}
+
+
+def test_what_is_allowed_is_built() -> None:
+    """The ends of each range: slot 0, position 0, a valid start at the position itself, no more tokens than given."""
+    m = decode(state_ids=[-1, 0, 1], positions=[0, 0, 70], valid_start=[0, 0, 70], num_tokens=3)
+    assert m.offset_len.tolist() == [[-1, 0], [0, 1], [134 + 70, 1]]
+    assert m.index[:, 0].tolist() == [-1, 0, 134 + 70] and (m.index[:, 1:] == -1).all()
+    assert decode().offset_len.tolist() == [[3 * 134, 51], [-1, 0]]  # valid from 0 on
+    p = prefill(state_ids=[-1, 0], q_lens=[2, 3], k_lens=[50, 3], num_tokens=5)
+    assert p.state_ids.tolist() == [-1, -1, 0, 0, 0] and p.positions.tolist() == [0, 0, 0, 1, 2]
+    unused = [-1, 0, 0, 0]
+    assert p.segments[0].tolist() == [[-1, 0, 0, 128], unused, unused]
 
 
 def test_step_buffers() -> None:

@@ -53,6 +53,48 @@ def test_floor_is_a_field_of_the_format() -> None:
     assert scale_and_data([0.0], min_amax=448e-4)[0] == 114
 
 
+def test_scale_byte_ends_at_1() -> None:
+    """Of a floor as small as the format allows; an infinity alone reaches the other end, 254."""
+    assert [scale_and_data([0.0], min_amax=2.0**k)[0] for k in (-126, -118, -117, -116)] == [1, 1, 2, 3]
+
+
+def test_every_nan_is_one() -> None:
+    """The smallest payload too, of either sign: code 0x7F, and no part in the scale."""
+    for bits in (0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1):
+        nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        byte, data = scale_and_data(torch.stack([nan, torch.tensor(448.0)]))
+        assert byte == 127 and data.tolist() == [0x7F, 0x7E]
+    nan = records.ue8m0_value(torch.tensor([255, 0, 1], dtype=torch.int32))
+    assert nan.view(torch.int32).tolist() == [0x7FC00000, 0x00400000, 0x00800000]
+
+
+def test_raw_formats_take_any_dtype() -> None:
+    """Values are rounded to the format; a vector alone is as good as vectors of tokens and heads."""
+    x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0))
+    for name, dtype in records.RAW_DTYPES.items():
+        assert torch.equal(records.decode(records.encode(x, name, 1e-4), name), x.to(dtype))
+        assert torch.equal(records.encode(x[0, 0], name, 1e-4), records.encode(x, name, 1e-4)[0, 0])
+
+
+@pytest.mark.parametrize("name", ["mxfp8", *records.RAW_DTYPES])
+def test_on_the_device_of_the_values(name: str) -> None:
+    record = records.encode_record(*torch.zeros(2, 3, 2, 64, device="meta"), name, 1e-4)
+    k, v = records.decode_record(record, name, 64, 64)
+    assert record.device.type == k.device.type == v.device.type == "meta" and v.shape == (3, 2, 64)
+    k, v = records.decode_record(record[..., : record.shape[-1] // 2], name, 64, None)
+    assert v is k
+
+
+def test_records_of_any_layout_are_taken() -> None:
+    """8 bytes at a time where each starts at a multiple of 8, and byte by byte elsewhere."""
+    data = torch.arange(4 * 5 * 2 * 24 + 8, dtype=torch.int32).to(torch.uint8)
+    slot, row = torch.tensor([3, 0, 2]), torch.tensor([4, 1, 0])
+    for size, offset in ((24, 0), (24, 8), (24, 3), (23, 0)):
+        cache = data.as_strided((4, 5, 2, size), (10 * size, 2 * size, size, 1), offset)
+        assert torch.equal(records.take_records(cache, slot, row), cache[slot, row])
+        assert torch.equal(records.take_records(cache[:, :, :, ::2], slot, row), cache[slot, row][..., ::2])
+
+
 def test_values() -> None:
     assert read([500.0]) == [512.0]
     assert scale_and_data([448.0, -0.0, 1.0])[1].tolist() == [0x7E, 0x80, 0x38]
