@@ -101,10 +101,11 @@ def _padded(compiled: Callable[..., Any], cache: RingCache, inputs: dict[str, An
     new = inputs["input_ids"].shape[1]
     more = cache.state.shortest.tokens_per_step - new
     kept = inputs.get("logits_to_keep", 0) or new
-    inputs = {**inputs, "logits_to_keep": 0}
-    for name in _ROWS:
-        if inputs.get(name) is not None:
-            inputs[name] = torch.cat([inputs[name], *[inputs[name][..., -1:]] * more], -1)
+    for name, value in inputs.items():
+        if name in _ROWS and value is not None:
+            inputs[name] = torch.cat([value, *[value[..., -1:]] * more], -1)
+        elif name == "logits_to_keep":
+            inputs[name] = 0  # all
     masks = {kind: torch.nn.functional.pad(mask, (0, more), value=-1) for kind, mask in _masks(inputs).items()}
     inputs["attention_mask"] = masks if isinstance(inputs["attention_mask"], dict) else masks[""]
     out = compiled(**inputs)
