@@ -104,8 +104,8 @@ def test_what_is_allowed_is_built() -> None:
     assert m.offset_len.tolist() == [[-1, 0], [0, 1], [134 + 70, 1]]
     assert m.index[:, 0].tolist() == [-1, 0, 134 + 70] and (m.index[:, 1:] == -1).all()
     assert decode().offset_len.tolist() == [[3 * 134, 51], [-1, 0]]  # valid from 0 on
-    p = prefill(state_ids=[-1, 0], q_lens=[2, 3], k_lens=[50, 3], num_tokens=5)
-    assert p.state_ids.tolist() == [-1, -1, 0, 0, 0] and p.positions.tolist() == [0, 0, 0, 1, 2]
+    p = prefill(state_ids=[-1, 0, -1], q_lens=[2, 3, 1], k_lens=[50, 3, 1], num_tokens=6)
+    assert p.state_ids.tolist() == [-1, -1, 0, 0, 0, -1] and p.positions.tolist() == [0, 0, 0, 1, 2, 0]
     unused = [-1, 0, 0, 0]
     assert p.segments[0].tolist() == [[-1, 0, 0, 128], unused, unused]
 
