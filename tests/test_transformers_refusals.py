@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 
 from swa_inductor import InvalidArgumentError, UnsupportedError
-from swa_inductor.integrations.transformers import IMPLEMENTATION, use_stock
+from swa_inductor.integrations.transformers import IMPLEMENTATION, cache_kwarg, use_stock
 
 # ---------------------------------------------------------------------------------------------------- limits
 
@@ -223,3 +223,24 @@ def test_wrong_arguments_are_refused(wrong):
     model = make_model()
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         make_cache(model, **{"batch_size": 1, "max_length": 50, **wrong})
+
+
+def test_models_over_several_devices_or_without_a_cache_are_refused():
+    model = make_model()
+    model.model.norm.to("meta")
+    with pytest.raises(UnsupportedError, match=r"a model on \['cpu', 'meta'\]: a cache of rings lives on one device"):
+        make_cache(model, batch_size=1, max_length=50)
+    with pytest.raises(UnsupportedError, match="Linear.forward takes no cache"):
+        cache_kwarg(torch.nn.Linear(2, 2))
+
+
+def test_attention_of_another_kind_is_refused():
+    model = make_model()
+    cache = make_cache(model, batch_size=1, max_length=50)
+    for more in ("cu_seq_lens_q", "position_bias"):
+        with pytest.raises(UnsupportedError, match=f"attention with one of .*{more}"):
+            forward(model, cache, prompt(1, 20), **{more: torch.zeros(2)})
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(UnsupportedError, match="bidirectional attention"):
+        forward(model, cache, prompt(1, 20))
+    assert all((layer.ring == 0xFF).all() for layer in cache.layers)
