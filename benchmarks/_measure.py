@@ -132,6 +132,7 @@ def report(
     name: str,
     run: Callable[..., list[dict[str, Any]]],
     options: Callable[[argparse.ArgumentParser], object] | None = None,
+    unit: str = "microseconds unless named, median of CUDA-graph replays",
 ) -> None:
     """Command line of a benchmark: run it, print its rows as a table, write them with --json.
 
@@ -159,7 +160,7 @@ def report(
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     if args.json and not getattr(args, "figures", None) and TIMED:
-        args.json.write_text(json.dumps({"benchmark": name, **_circumstances(), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"benchmark": name, **_circumstances(), "unit": unit, "rows": rows}, indent=1) + "\n")
 
 
 def warm(name: str, arguments: Sequence[Sequence[str]]) -> None:
@@ -197,5 +198,4 @@ def _circumstances() -> dict[str, Any]:
         "triton": triton.__version__,
         "swa_inductor": swa_inductor.__version__,
         "commit": commit.stdout.strip() or None,
-        "unit": "microseconds unless named, median of CUDA-graph replays",
     }

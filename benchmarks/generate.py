@@ -150,7 +150,7 @@ def require_same(what: str, model: Any, ids: Tensor, count: int, **how: Any) -> 
 
 
 def measure(name: str, model: Any, ids: Tensor, count: int, **how: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "sequences": len(ids), **how}
+    row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "sequences": len(ids), "new tokens": count, **how}
     torch._dynamo.reset()
     recorded = cudagraph_recordings()
     with use_rings(model):
@@ -196,4 +196,4 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    _measure.report("generate", run, options)
+    _measure.report("generate", run, options, unit="ms per token")
