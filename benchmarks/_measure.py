@@ -160,7 +160,8 @@ def report(
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     if args.json and not getattr(args, "figures", None) and TIMED:
-        args.json.write_text(json.dumps({"benchmark": name, **_circumstances(), "unit": unit, "rows": rows}, indent=1) + "\n")
+        figures = {"benchmark": name, **_circumstances(), "unit": unit, "rows": rows}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def warm(name: str, arguments: Sequence[Sequence[str]]) -> None:

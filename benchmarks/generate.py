@@ -150,7 +150,8 @@ def require_same(what: str, model: Any, ids: Tensor, count: int, **how: Any) -> 
 
 
 def measure(name: str, model: Any, ids: Tensor, count: int, **how: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "sequences": len(ids), "new tokens": count, **how}
+    sizes = {"layers": model.config.num_hidden_layers, "sequences": len(ids), "new tokens": count}
+    row: dict[str, Any] = {"model": name, **sizes, **how}
     torch._dynamo.reset()
     recorded = cudagraph_recordings()
     with use_rings(model):

@@ -135,8 +135,13 @@ def test_padding_masks_that_do_not_fit_are_refused():
     forward(model, cache, ids)
     with pytest.raises(InvalidArgumentError, match="3 columns.*23 columns or more"):
         forward(model, cache, ids[:, :3], attention_mask=narrow)
-    with pytest.raises(InvalidArgumentError, match=r"\[19, 20\] tokens of history.*\[20, 20\] tokens of history"):
-        forward(model, cache, ids[:, :3], attention_mask=forgets)
+    for new in (3, 1):
+        with pytest.raises(
+            InvalidArgumentError, match=r"got \[19, 20\] to .*from \[20, 20\] on, which an attention_mask"
+        ):
+            forward(model, cache, ids[:, :new], attention_mask=forgets[:, : 20 + new])
+    with pytest.raises(InvalidArgumentError, match="1 columns.*21 columns or more"):
+        forward(model, cache, ids[:, :1], attention_mask=narrow[:, :1])
     with pytest.raises(InvalidArgumentError, match="attention_mask shape"):
         forward(model, cache, ids[:, :1], attention_mask=torch.ones(1, 21, dtype=torch.int64))
 

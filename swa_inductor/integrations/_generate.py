@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
+from transformers.masking_utils import create_masks_for_generate
 
 from swa_inductor.errors import InvalidArgumentError, UnsupportedError, require
 from swa_inductor.integrations._cache import RingCache
 from swa_inductor.integrations._draft_steps import DraftSteps
 from swa_inductor.integrations._layers import cache_kwarg, plan_model, switch, use_stock
-from swa_inductor.integrations._mask import IMPLEMENTATION
+from swa_inductor.integrations._mask import IMPLEMENTATION, made_once
 
 DRAFTED_TOKENS = 31
 """Drafts of an assistant in a step, at most: it keeps their number, 20 by default, to itself."""
 
 _HOOK = "_prepare_cache_for_generation"
 """Method of transformers' models, 5.17 to 5.x at least, in which `generate` makes its cache."""
+
+_MASKS = "create_masks_for_generate"
+"""Method that some models have, and the function that `generate` calls for the others, before each forward."""
 
 
 @dataclass
@@ -49,14 +53,14 @@ class Rings:
         self._calls: dict[int, _Call] = {}  # by thread, the innermost one
         self._steps = DraftSteps(model)
         self._active = True
-        vars(model).update({"generate": self._generate, _HOOK: self._prepare_cache})
+        vars(model).update({"generate": self._generate, _HOOK: self._prepare_cache, _MASKS: self._make_masks})
 
     def remove(self) -> None:
         """Switch the model back to stock, which can use no cache that `generate` has returned. Twice is no harm."""
         if self._active:
             self._active = False
             self._spare.clear()
-            for name in ("generate", _HOOK):
+            for name in ("generate", _HOOK, _MASKS):
                 del vars(self.model)[name]
             use_stock(self.model)
 
@@ -153,6 +157,11 @@ class Rings:
         cache = model_kwargs.get(name)
         if generation_mode == GenerationMode.ASSISTED_GENERATION and isinstance(cache, RingCache):
             self._compile_steps(call, cache, config, model_kwargs)
+
+    def _make_masks(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for what makes the masks of a forward, on the host and for each type of layer."""
+        with made_once():
+            return getattr(type(self.model), _MASKS, create_masks_for_generate)(*args, **kwargs)
 
     def _compile_steps(self, call: _Call, cache: RingCache, config: GenerationConfig, model_kwargs: Any) -> None:
         """Where `generate` would compile its steps, compile them here, for any number of drafts at once."""

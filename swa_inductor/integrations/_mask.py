@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,6 +33,19 @@ def raise_other_implementation(what: str) -> NoReturn:
         f"attention implementation: got another one, which took the {what} of a RingCache for its own; "
         f"allowed: {IMPLEMENTATION!r}, which RingCache.from_model sets and use_stock takes back"
     )
+
+
+_made = threading.local()
+
+
+@contextmanager
+def made_once() -> Iterator[None]:
+    """Within, for the masks of one forward: all types of layers get the same tensor, which is computed once."""
+    _made.masks = []
+    try:
+        yield
+    finally:
+        del _made.masks
 
 
 def ring_positions(
@@ -66,30 +82,38 @@ def ring_positions(
         )
     lengths = q_offset.lengths
     require(lengths.shape[0] == batch_size, "batch size", batch_size, f"{lengths.shape[0]}, that of the RingCache")
+    made = [] if torch.compiler.is_compiling() else getattr(_made, "masks", [])
+    if not made:
+        made.append(_positions(lengths, q_length, kv_length, attention_mask))
+    return made[0]
+
+
+def _positions(lengths: Tensor, q_length: int, kv_length: Tensor, attention_mask: Tensor | None) -> Tensor:
     new = torch.arange(q_length, device=lengths.device)
     if attention_mask is None:
         return (lengths[:, None] + new)[:, None, None]
     require(
-        attention_mask.dim() == 2 and attention_mask.shape[0] == batch_size,
+        attention_mask.dim() == 2 and attention_mask.shape[0] == lengths.shape[0],
         "attention_mask shape",
         tuple(attention_mask.shape),
         f"[{lengths.shape[0]}, tokens so far, the new ones included]",
     )
-    start = kv_length - q_length
-    _check_padding(attention_mask, start, q_length, lengths)
-    real = attention_mask.index_select(1, start + new)
-    return torch.where(real, lengths[:, None] + real.cumsum(1) - 1, -1)[:, None, None]
-
-
-def _check_padding(mask: Tensor, start: Tensor, q_length: int, lengths: Tensor) -> None:
-    """A mask, bool [B, columns], reaches the last token, has the history as stored, and pads only at the ends."""
-    column = torch.arange(mask.shape[1], device=mask.device)
-    history = (mask & (column < start)).sum(1)
-    new = mask & (column >= start) & (column < start + q_length)
-    runs = (new.int().diff(dim=1, prepend=torch.zeros_like(new[:, :1], dtype=torch.int32)) > 0).sum(1)
     require_on_device(
-        (history == lengths).all() & (runs <= 1).all() & (start + q_length <= mask.shape[1]),
+        kv_length <= attention_mask.shape[1],
         "attention_mask",
-        lambda: f"{mask.shape[1]} columns, {history.tolist()} tokens of history, {runs.tolist()} runs of new tokens",
-        lambda: f"{int(start) + q_length} columns or more, {lengths.tolist()} tokens of history, one run at most",
+        lambda: f"{attention_mask.shape[1]} columns",
+        lambda: f"{int(kv_length)} columns or more, the history included",
     )
+    # Counted by the mask alone: RingState.begin refuses what does not go on from the tokens that are stored. `generate`
+    # runs this on the host for every token, where each operation counts.
+    number = (attention_mask.cumsum(1) * attention_mask).index_select(1, kv_length - q_length + new)
+    if q_length > 1:
+        real = (number > 0).int()
+        runs = (real.diff(dim=1, prepend=torch.zeros_like(real[:, :1])) > 0).sum(1)
+        require_on_device(
+            (runs <= 1).all(),
+            "attention_mask",
+            lambda: f"{runs.tolist()} runs of new tokens",
+            lambda: "one run at most, with padding before and behind it",
+        )
+    return (number - 1)[:, None, None]

@@ -57,8 +57,8 @@ class RingState:
     def begin(self, positions: Tensor) -> None:
         """Check the new positions, int64 [B, q_len], -1 for padding, before the first layer writes; set `longest`.
 
-        They must go on from `lengths`, which a mask that was made for another forward does not, and stay below the
-        limit. The rings must be intact, which they may not be after a forward that broke off.
+        They must go on from `lengths`, which those of a mask that forgets history, or was made for another forward, do
+        not, and stay below the limit. The rings must be intact, which they may not be after a forward that broke off.
         """
         first = torch.where(positions >= 0, positions, self.lengths[:, None]).amin(1)
         ok = (first == self.lengths).all() & self.intact(self.lengths)
@@ -69,8 +69,8 @@ class RingState:
             "positions of the new tokens",
             lambda: f"{first.tolist()} to {positions.amax(1).tolist()}",
             lambda: (
-                f"from {self.lengths.tolist()} on, below max_length={self.limit}, in rings not overwritten since "
-                f"({self.high_water.tolist()} tokens written)"
+                f"from {self.lengths.tolist()} on, which an attention_mask must count, below max_length={self.limit}, "
+                f"in rings not overwritten since ({self.high_water.tolist()} tokens written)"
             ),
         )
         self.high_water.copy_(torch.maximum(self.high_water, positions.amax(1) + 1))
