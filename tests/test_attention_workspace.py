@@ -77,7 +77,19 @@ def test_bad_pivots_read_nothing_outside_the_workspace() -> None:
     k, v = gather_op(case)(*(x[n] for n in GATHER_ARGS))
     pivots = plain_pivots(case, x)
     code = generate_code(workspace_op(case), x["q"], k, v, pivots, None)
-    for bad in ((len(k) - 1, 128, 0, 0), (10**6, 5, 10**6, 5), (0, 10**6, 3, 1)):
+    last, window = len(k) - 1, case.spec.window
+    for bad, good in (
+        ((last, 128, 0, 0), (last, 1, 0, 0)),
+        ((10**6, 5, 10**6, 5), (0, 0, 0, 0)),
+        ((0, 10**6, 3, 1), (0, window, 0, 0)),  # in the kernel (0, window, 3, 1)
+    ):
+        pivots[0] = torch.tensor(good)
+        want = workspace_op(case)(x["q"], k, v, pivots, None)
         pivots[0] = torch.tensor(bad)
-        out, lse = run_on_cpu(code, (x["q"], k, v, pivots, None))
+        for value, expected in zip(workspace_op(case)(x["q"], k, v, pivots, None), want, strict=True):
+            assert_same(value, expected)
+        out, _ = run_on_cpu(code, (x["q"], k, v, pivots, None))
         assert out.isfinite().all()
+        torch.testing.assert_close(out[1:].float(), want[0][1:].float(), rtol=1e-2, atol=1e-2)
+        if good[1] < window:
+            torch.testing.assert_close(out[0].float(), want[0][0].float(), rtol=1e-2, atol=1e-2)

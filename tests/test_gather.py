@@ -69,6 +69,26 @@ def test_only_history_is_read(poison: int) -> None:
         assert k.shape == (128, 1, 512) and not k.any()
 
 
+@pytest.mark.parametrize("name", ["v4", "gpt-oss"])
+def test_bad_device_metadata_gives_zero_rows(name: str) -> None:
+    """Slots that are none, and a valid_start beyond the history; the sequence between them keeps its rows."""
+    case = BY_NAME[name]
+    x = prefill_inputs(case)
+    slots = x["cache"].shape[0]
+    ids = torch.tensor([slots, 1, -1, 2**31 - 1, -5, 0], dtype=torch.int32)
+    starts = torch.full((6,), 300)
+    lower = torch.tensor([0, 0, 0, 0, 0, 301], dtype=torch.int32)
+    args = (x["cache"], ids, starts, lower, None, None)
+    window = case.spec.window
+    want = gather_op(case)(x["cache"], ids[1:2], starts[:1], lower[:1], None, None)
+    for values in (gather_op(case)(*args), run_on_cpu(generate_code(gather_op(case), *args), args)):
+        assert len(values) >= 1 + (want[1] is not None)
+        for value, one in zip(values, want, strict=False):  # v is none where K = V
+            if one is not None:
+                assert_same(value[window : 2 * window], one)
+                assert not value[:window].any() and not value[2 * window :].any()
+
+
 def test_gathering_first_is_independent_of_the_new_tokens() -> None:
     """A4: the gathered section is the same for every number of new tokens, as it is read before they are stored."""
     case = BY_NAME["v4"]

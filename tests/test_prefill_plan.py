@@ -80,6 +80,14 @@ def test_load_plan(how: str) -> None:
         assert sum(s[3] for s in used) == 128
 
 
+def test_without_a_start_sequences_start_at_zero() -> None:
+    lists = ints(3, 1), ints(10, 2), ints(10, 300)
+    how = {"spec": V4, "num_slots": SLOTS, "num_tokens": 12}
+    zeros = swa.prefill_plan(*lists, **how, valid_start=ints(0, 0))
+    for value, expected in zip(swa.prefill_plan(*lists, **how), zeros, strict=True):
+        assert_same(value, expected)
+
+
 PIVOTS = [  # q_start, valid_start, j, pivots of one sequence, whose section 2 starts at row 128
     (2048, 0, 0, [1, 127, 128, 1]),
     (2048, 0, 126, [127, 1, 128, 127]),
