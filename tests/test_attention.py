@@ -158,6 +158,21 @@ def test_draft_rows_do_not_leak_between_tokens_of_a_step(name: str, value: float
     assert_same(run_on_cpu(code, args)[0][:-1], clean[:-1])
 
 
+@pytest.mark.parametrize("name", ["v4", "gpt-oss"])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_eager_code_takes_queries_in_chunks(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the keys of many queries need not be in memory at once; by default these are one chunk."""
+    case = BY_NAME[name]
+    x = decode_inputs(case)
+    spec = case.spec
+    assert len(x["q"]) % 7 and len(set(x["state_ids"].tolist())) > 1
+    want = attention_op(case)(*(x[n] for n in ATTENTION_ARGS))
+    values = spec.window * spec.num_kv_heads * max(spec.head_dim, spec.output_head_dim)
+    monkeypatch.setattr(reference, "_CHUNK_VALUES", queries * values)
+    for value, expected in zip(attention_op(case)(*(x[n] for n in ATTENTION_ARGS)), want, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_window_counts_the_query_itself() -> None:
     """A3: a key that dominates is seen W - 1 positions later and no further."""
     case = BY_NAME["v4"]
