@@ -20,8 +20,8 @@ class OutOfSlotsError(RuntimeError):
 
 def require_integer(name: str, value: object, least: int = 1) -> None:
     """Raise InvalidArgumentError unless `value` is an integer of at least `least`."""
-    good = isinstance(value, int) and value >= least
-    require(good, name, repr(value), f"an integer of at least {least}")
+    if not (isinstance(value, int) and value >= least):  # only then repr, which Dynamo does not trace where ints vary
+        require(False, name, repr(value), f"an integer of at least {least}")
 
 
 def require_each(name: str, values: Iterable[object], kind: type | tuple[type, ...], what: str) -> tuple[Any, ...]:

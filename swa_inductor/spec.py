@@ -88,13 +88,14 @@ class RingSpec:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         else:
             require_integer("v_head_dim", self.v_head_dim)
-        finite = isinstance(self.min_amax, int | float) and 0 < self.min_amax < math.inf
-        require(finite, "min_amax", repr(self.min_amax), "a positive number")
+        if not (isinstance(self.min_amax, int | float) and 0 < self.min_amax < math.inf):
+            require(False, "min_amax", repr(self.min_amax), "a positive number")
         record_bytes(self.kv_format, self.head_dim, self.v_head_dim)
         if self.ring_rows is None:
             object.__setattr__(self, "ring_rows", self.window + self.tokens_per_step)
         require_integer("ring_rows", self.ring_rows)
-        require_capacity(self.rows, self.window, self.tokens_per_step)
+        if self.rows < self.window + self.tokens_per_step - 1:  # as in require_integer, told only then
+            require_capacity(self.rows, self.window, self.tokens_per_step)
 
     @property
     def rows(self) -> int:

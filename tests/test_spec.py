@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import swa_inductor as swa
 
@@ -63,3 +64,24 @@ def test_visible(position: int, valid_start: int, lo: int, n: int, first: int, l
     assert spec.visible(position, valid_start) == (lo, n)
     assert (spec.flat_row(0, lo), spec.flat_row(0, position)) == (first, last)
     assert spec.flat_row(3, 873) == 471 and spec.flat_row(3, 1000) == 464
+
+
+def test_a_spec_may_be_made_in_compiled_code_of_numbers_that_vary() -> None:
+    """Dynamo makes symbols of numbers that differ from layer to layer, which it can compare but not print."""
+
+    def layer(window: int, steps: int, dim: int, floor: float):  # noqa: ANN202
+        def fn(k: torch.Tensor, cache: torch.Tensor, state_ids: torch.Tensor, positions: torch.Tensor) -> None:
+            assert swa.RawRingSpec(window, steps, dim).ring.rows == window + steps - 1
+            spec = swa.RingSpec(window, steps, dim, shared_kv=True, min_amax=floor)
+            swa.store(k, None, cache, state_ids, positions, spec=spec)
+
+        return fn
+
+    torch._dynamo.reset()
+    for sizes in ((4, 1, 32, 1e-4), (7, 2, 64, 1e-3), (9, 3, 128, 1e-2)):
+        shape = swa.RingSpec(*sizes[:3], shared_kv=True).cache_shape(2)
+        caches = [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
+        k, meta = torch.randn(2, 1, sizes[2]), (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([3, 4]))
+        torch.compile(layer(*sizes), backend="eager", fullgraph=True)(k, caches[0], *meta)
+        layer(*sizes)(k, caches[1], *meta)
+        assert caches[1].any() and torch.equal(*caches)
