@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +161,10 @@ class Rings:
 
     def _make_masks(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for what makes the masks of a forward, on the host and for each type of layer."""
+        of_class: Any = inspect.getattr_static(type(self.model), _MASKS, None)  # static in most models, not in all
+        make = create_masks_for_generate if of_class is None else of_class.__get__(self.model)
         with made_once():
-            return getattr(type(self.model), _MASKS, create_masks_for_generate)(*args, **kwargs)
+            return make(*args, **kwargs)
 
     def _compile_steps(self, call: _Call, cache: RingCache, config: GenerationConfig, model_kwargs: Any) -> None:
         """Where `generate` would compile its steps, compile them here, for any number of drafts at once."""
