@@ -42,6 +42,8 @@ def record_bytes(kv_format: str, head_dim: int, v_head_dim: int | None) -> int:
 def require_capacity(rows: int, window: int, tokens_per_step: int) -> None:
     """R >= W + D - 1: with fewer rows a draft of this step overwrites a record that the first query still reads."""
     minimum = window + tokens_per_step - 1
+    if isinstance(rows, int) and rows >= minimum:
+        return  # no message is made, as in require_integer
     require(
         rows >= minimum,
         "ring rows",
@@ -94,8 +96,7 @@ class RingSpec:
         if self.ring_rows is None:
             object.__setattr__(self, "ring_rows", self.window + self.tokens_per_step)
         require_integer("ring_rows", self.ring_rows)
-        if self.rows < self.window + self.tokens_per_step - 1:  # as in require_integer, told only then
-            require_capacity(self.rows, self.window, self.tokens_per_step)
+        require_capacity(self.rows, self.window, self.tokens_per_step)
 
     @property
     def rows(self) -> int:

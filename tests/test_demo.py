@@ -61,14 +61,14 @@ def invoke(*arguments: object) -> tuple[int, str]:
 
 def test_compiled_beside_compiled_stock(tiny_model: Path, tmp_path: Path) -> None:
     report = tmp_path / "figures.json"
-    code, output = invoke("--model", tiny_model, "--device", "cpu", "--new-tokens", 4, "--json", report)
+    code, output = invoke("--model", tiny_model, "--device", "cpu", "--new-tokens", 4, "--batch", 3, "--json", report)
     assert code == 0, output
     assert "Nothing is downloaded" in output
     assert "Greedy tokens identical to stock transformers." in output
     figures = json.loads(report.read_text())
     assert figures["passed"] and figures["agreement"]["identical"]
     assert figures["agreement"]["max_logit_diff"] < 1e-3
-    assert figures["prompt_tokens"][0] > WINDOW + 1
+    assert figures["prompt_tokens"][0] > WINDOW + 1 and len(set(figures["prompt_tokens"])) == 3
     assert figures["ours"]["compiles"] == 1
     assert figures["ours"]["tokens"] == figures["stock"]["tokens"]
     assert len(figures["ours"]["tokens"][0]) == 4
