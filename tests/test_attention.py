@@ -422,7 +422,9 @@ def test_programs_that_keep_the_whole_window(case: Case, tokens: str) -> None:
     dynamic = [ATTENTION_ARGS.index(n) for n in ("q", "state_ids", "positions", "valid_start") if x[n] is not None]
     code = generate_code(attention_op(case), *args, dynamic_inputs=dynamic if tokens == "unknown" else ())
     (kernel,) = (k for k in code.kernels if "attention" in k)
-    assert f"BLOCK_M : tl.constexpr = {64 if tokens == 'known' else 128}" in code.kernel_source(kernel)
+    block_m, tiles = (64, (128,)) if tokens == "known" else (128, (64, 64, 16) if case.heads == 64 else (64, 16))
+    for name, value in (("BLOCK_M", block_m), ("TILES", tiles)):
+        assert f"{name} : tl.constexpr = {value}\n" in code.kernel_source(kernel)
     judge(case, x, run_on_cpu(code, args), exact)
 
 
@@ -443,6 +445,12 @@ def test_a_window_is_kept_only_where_it_fits() -> None:
         (h200, 512, 128, torch.float32),
     ):
         assert resident(64, 1, dim, window, dtype, card, PLAIN) is None
+    # Two bytes for each value of the window and of a slice of q.
+    for block_m, tokens, dim, window, columns, keys in ((64, 1, 512, 128, 128, 128), (128, 2, 512, 128, 256, 144)):
+        values = keys * dim + block_m * columns
+        for spare in (0, -1):
+            card = SimpleNamespace(major=9, shared_memory_per_block_optin=2 * values + spare)
+            assert (resident(block_m, tokens, dim, window, BF16, card, PLAIN) is None) == (spare < 0)
 
 
 def test_tiles() -> None:

@@ -37,6 +37,7 @@ CASES = [
     Case("norm and RoPE, 128 heads", V4, 128, q_norm="plain", rope_dim=64, inverse=True),
     Case("RoPE alone", V4, 64, rope_dim=32),
     Case("two kv heads, 5 tokens", swa.RingSpec(100, 5, 512, shared_kv=True, num_kv_heads=2), 128),
+    Case("16 tokens of 65 keys, RoPE of a slice", swa.RingSpec(65, 16, 512, shared_kv=True), 64, rope_dim=128),
     Case("1 token, tight ring", swa.RingSpec(128, 1, 512, shared_kv=True, ring_rows=128), 64, valid_start=True),
 ]
 SHARES = [{}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 1, "AHEAD": 2}, {"TOKENS": 1, "HEADS": 64, "SPLITS": 4, "AHEAD": 2}]
@@ -66,7 +67,7 @@ def emulate(code: GeneratedCode, x: dict[str, Any]) -> tuple[torch.Tensor, torch
 def test_chosen_on_sm_90_alone(capability: tuple[int, int]) -> None:
     x = decode_inputs(CASES[0])
     code = generate_code(attention_op(CASES[0]), *arguments(x), capability=capability)
-    assert len(template_launches(code)) == 1
+    assert len(template_launches(code)) == 1 and "_cpu(" not in code.call
     assert is_gluon(code) == (capability == (9, 0))
 
 
@@ -77,6 +78,9 @@ def test_chosen_on_sm_90_alone(capability: tuple[int, int]) -> None:
         Case("fp16", V4, 64, torch.float16),
         Case("soft-cap", V4, 64, softcap=50.0),
         Case("short window", swa.RingSpec(64, 6, 512, shared_kv=True), 64),
+        Case("long step", swa.RingSpec(128, 17, 512, shared_kv=True), 64),
+        Case("96 heads", V4, 96),
+        Case("wide RoPE", V4, 64, rope_dim=256),
         Case("long window", swa.RingSpec(129, 6, 512, shared_kv=True), 64),
         Case("narrow", swa.RingSpec(128, 6, 256, shared_kv=True), 64),
         Case("bf16 records", swa.RingSpec(128, 6, 512, shared_kv=True, kv_format="bf16"), 64),
@@ -95,6 +99,21 @@ def test_rows_that_words_do_not_divide_are_left_to_triton() -> None:
     state = torch.zeros(4, 134 * 528 + 8, dtype=torch.uint8)
     x["cache"] = state[:, : 134 * 528].view(4, 134, 1, 528)
     assert not is_gluon(generate_code(attention_op(CASES[0]), *arguments(x)))
+
+
+@pytest.mark.parametrize("row_bytes", [2**24 - 16, 2**24])
+def test_rings_of_2_gib_are_left_to_triton(row_bytes: int) -> None:
+    """Of 128 rows, with as much between them: offsets within a ring have 32 bits. No page of it is touched."""
+    case = Case("tight ring", swa.RingSpec(128, 1, 512, shared_kv=True, ring_rows=128), 64)
+    x = dict(decode_inputs(case), cache=torch.empty(1, 128, 1, row_bytes, dtype=torch.uint8)[..., :528])
+    assert is_gluon(generate_code(attention_op(case), *arguments(x))) == (row_bytes < 2**24)
+
+
+@pytest.mark.parametrize(("pad", "served"), [(8, True), (4, False)])
+def test_rows_of_q_are_read_16_bytes_at_a_time(pad: int, served: bool) -> None:
+    x = decode_inputs(CASES[0])
+    x["q"] = torch.nn.functional.pad(x["q"], (0, pad))[..., :512]
+    assert is_gluon(generate_code(attention_op(CASES[0]), *arguments(x))) == served
 
 
 def test_a_producer_of_q_fuses_into_the_triton_template() -> None:

@@ -35,9 +35,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import FileCheck
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import swa_inductor as swa
+from swa_inductor.lowerings import _inductor
 from swa_inductor.meta._library import OPS
 from swa_inductor.testing import generate_code, run_on_cpu
 
@@ -259,31 +260,46 @@ def test_no_cache_sized_copy_on_a_gpu(name: str, reuse: bool) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("case_name", ["v4", "gpt-oss"])
-def test_no_op_allocates_what_a_cache_takes(name: str, case_name: str) -> None:
-    """C1: with a cache of thousands of slots, all buffers of an op together are smaller than it."""
+def test_no_op_allocates_what_a_cache_takes(name: str, case_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C1: with a cache of thousands of slots, all buffers of an op together are smaller than it, and on the device;
+    of its arguments a kernel writes those that the schema says."""
     fn, args = op_calls(BY_NAME[case_name])[name]
     large = [
         torch.zeros(4000, *a.shape[1:], dtype=torch.uint8) if isinstance(a, torch.Tensor) and a.dim() == 4 else a
         for a in args
     ]
+    written = set()
+    append = _inductor.TritonTemplate.maybe_append_choice
+
+    def record(self, *args, mutated_inputs, **options):  # noqa: ANN001, ANN002, ANN003, ANN202
+        written.update({node.get_name() for node in mutated_inputs} & _inductor.V.graph.graph_inputs.keys())
+        return append(self, *args, mutated_inputs=mutated_inputs, **options)
+
+    monkeypatch.setattr(_inductor.TritonTemplate, "maybe_append_choice", record)
     code = generate_code(fn, *large)
     sizes = [8 * int(torch.tensor([int(n) for n in a.size] or [1]).prod()) for a in code.allocations]
     cache_bytes = 4000 * BY_NAME[case_name].spec.ring_bytes
     assert sum(sizes) < cache_bytes / 2
-    assert "extern_kernels" not in code.call and "copy_(" not in code.call
+    assert not any(other in code.call for other in ("extern_kernels", "copy_(", "_cpu("))
+    op, _, options = raw_call(name, fn, args)
+    schema = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert len(written) == sum(options.get(argument, args) is not None for argument in schema)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("name", OPS)
 def test_every_argument_may_be_computed(name: str, on_gpu: bool) -> None:
     """A cache, a list or a table that the compiled function makes itself: an op reads and writes that one."""
-    fn, args = op_calls(BY_NAME["v4"], 7)[name]
+    op, *given = raw_call(name, *op_calls(BY_NAME["v4"], 7)[name])
+    leaves, form = tree_flatten(tuple(given))
+    args = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def call(*args: Any) -> tuple:
-        made = [a.neg().neg() if isinstance(a, torch.Tensor) else a for a in args]
-        out = fn(*made)  # alone, where there is one: what has two users is put into memory by Inductor
-        leaves = tree_leaves(made if out is None or "." in name else out)
-        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+    def call(*args: torch.Tensor) -> tuple:
+        made = [a.neg().neg() for a in args]
+        rest = iter(made)
+        args, options = tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], form)
+        out = op(*args, **options)  # alone, where there is one: what has two users is put into memory by Inductor
+        return tuple(made if out is None or "." in name else tree_leaves(out))
 
     torch._dynamo.reset()
     want = call(*args)
@@ -321,3 +337,25 @@ def test_code_is_the_same_with_autotuning_and_wrappers() -> None:
             packet = name.split(".")[0]
             if hasattr(getattr(swa.lowerings, packet), "TEMPLATE"):
                 assert len(template_launches(code)) == 1 and packet in template_launches(code)[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "meta", "programs"),
+    [
+        ("store", (5, 3), {"BLOCK_M": 2}, (8, 1, 1)),
+        ("norm_store", (5, 3), {"BLOCK_M": 2}, (8 + 5, 1, 1)),
+        ("gather", (35, 3), {"BLOCK_N": 16}, (7, 1, 1)),
+        ("attention", (20, 3), {"D": 6, "ROW_BLOCKS": 2, "SPLITS": 5}, (4 * 2, 3, 5)),
+        ("_attention_sm90", (24,), {"TOKENS": 6, "HEAD_BLOCKS": 3, "SPLITS": 0}, (4 * 3, 1, 1)),
+        ("_attention_sm90", (24,), {"TOKENS": 1, "HEAD_BLOCKS": 3, "SPLITS": 4}, (24 * 3, 4, 1)),
+        ("attention_index", (5, 3), {"ROW_BLOCKS": 2}, (10, 3, 1)),
+        ("attention_prefill", (35, 3), {"BLOCK_T": 16, "HEAD_BLOCKS": 2}, (3, 6, 1)),
+        ("attention_workspace", (35, 3), {"BLOCK_T": 16, "HEAD_BLOCKS": 2}, (3, 6, 1)),
+        ("prepare_decode", (5, 6, 0), {"BLOCK_M": 16, "BLOCK_N": 1}, (1 + 2, 1, 1)),
+        ("prepare_decode", (5, 6, 133), {"BLOCK_M": 16, "BLOCK_N": 128}, (1 + 2, 2, 1)),
+        ("prepare_decode", (0, 6, 133), {"BLOCK_M": 16, "BLOCK_N": 128}, (1, 2, 1)),
+    ],
+)
+def test_programs_of_a_launch(op: str, sizes: tuple, meta: dict[str, int], programs: tuple[int, int, int]) -> None:
+    """As many as have something to do: what a program too many does again shows in no result."""
+    assert _inductor.SymbolicGridFn(getattr(swa.lowerings, op).grid)(*sizes, meta) == programs
