@@ -230,3 +230,19 @@ def test_no_tokens() -> None:
     empty = [t if n in ("cache", "sinks") or t is None else t[:0] for n, t in ((n, x[n]) for n in PREFILL_ARGS)]
     out, lse = prefill_op(case)(*empty)
     assert out.shape == (0, case.heads, 512) and lse.shape == (0, case.heads)
+
+
+def test_a_number_of_tokens_that_data_decide() -> None:
+    """Tokens picked by a mask inside the compiled function: nothing is known of their number."""
+    case = BY_NAME["v4"]
+    x = prefill_inputs(case)
+    args, tokens = [x[n] for n in PREFILL_ARGS], len(x["q"])
+
+    def picked(keep: torch.Tensor, *args: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = keep.nonzero()[:, 0]
+        return prefill_op(case)(*(a if a is None or len(a) != tokens else a[rows] for a in args))
+
+    keep = torch.ones(tokens, dtype=torch.bool)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        code = generate_code(picked, keep, *args)
+    judge(case, x, run_on_cpu(code, [keep, *args]), exact)

@@ -210,6 +210,14 @@ def test_logic(case: Case, share: dict[str, int], monkeypatch: pytest.MonkeyPatc
     assert judge(case, x, (out, lse), exact) > 0
 
 
+def test_an_unknown_number_of_tokens_takes_whole_steps() -> None:
+    x = decode_inputs(CASES[0])
+    dynamic = [ATTENTION_ARGS.index(name) for name in ("q", "state_ids", "positions")]
+    code = generate_code(attention_op(CASES[0]), *arguments(x), dynamic_inputs=dynamic)
+    assert is_gluon(code) and "TOKENS : tl.constexpr = 6\n" in code.source
+    assert judge(CASES[0], x, emulate(code, x), exact) > 0
+
+
 @every_share
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_broken_record_reaches_only_who_sees_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -261,29 +262,35 @@ def test_no_cache_sized_copy_on_a_gpu(name: str, reuse: bool) -> None:
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("case_name", ["v4", "gpt-oss"])
 def test_no_op_allocates_what_a_cache_takes(name: str, case_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: with a cache of thousands of slots, all buffers of an op together are smaller than it, and on the device;
-    of its arguments a kernel writes those that the schema says."""
+    """C1: with a cache of thousands of slots, all buffers of an op together are smaller than it, and on the device.
+
+    Of its arguments a kernel is known to write those that the schema says, of its buffers all beside the output.
+    """
     fn, args = op_calls(BY_NAME[case_name])[name]
     large = [
         torch.zeros(4000, *a.shape[1:], dtype=torch.uint8) if isinstance(a, torch.Tensor) and a.dim() == 4 else a
         for a in args
     ]
-    written = set()
+    written: set[str] = set()
     append = _inductor.TritonTemplate.maybe_append_choice
 
     def record(self, *args, mutated_inputs, **options):  # noqa: ANN001, ANN002, ANN003, ANN202
-        written.update({node.get_name() for node in mutated_inputs} & _inductor.V.graph.graph_inputs.keys())
+        written.update(node.get_name() for node in mutated_inputs)
         return append(self, *args, mutated_inputs=mutated_inputs, **options)
 
     monkeypatch.setattr(_inductor.TritonTemplate, "maybe_append_choice", record)
     code = generate_code(fn, *large)
-    sizes = [8 * int(torch.tensor([int(n) for n in a.size] or [1]).prod()) for a in code.allocations]
+    sizes = [8 * math.prod(int(n) for n in a.size) for a in code.allocations]
     cache_bytes = 4000 * BY_NAME[case_name].spec.ring_bytes
     assert sum(sizes) < cache_bytes / 2
     assert not any(other in code.call for other in ("extern_kernels", "copy_(", "_cpu("))
     op, _, options = raw_call(name, fn, args)
     schema = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    assert len(written) == sum(options.get(argument, args) is not None for argument in schema)
+    arguments = sum(options.get(argument, args) is not None for argument in schema)
+    packet = name.split(".")[0]
+    output = packet not in ("store", "prepare_decode")  # whose template has one that nobody reads: it takes no memory
+    template = hasattr(getattr(swa.lowerings, packet), "TEMPLATE")
+    assert len(written) == (arguments + sum(map(bool, sizes)) - output if template else 0)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -91,12 +91,6 @@ def test_batch_of_different_lengths_in_another_kv_format(tiny_model: Path, tmp_p
     assert figures["agreement"]["max_logit_diff"] > 0
 
 
-def test_without_stock(tiny_model: Path) -> None:
-    code, output = invoke("--model", tiny_model, "--device", "cpu", "--new-tokens", 2, "--stock", "none")
-    assert code == 0, output
-    assert "Not compared with stock" in output
-
-
 def test_different_tokens_fail(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swa_inductor.integrations.transformers import RingCache
 

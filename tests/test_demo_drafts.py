@@ -26,6 +26,7 @@ def test_drafts_beside_plain_decoding(tiny_model: Path, tmp_path: Path) -> None:
     report = tmp_path / "figures.json"
     code, output = invoke(*arguments(tiny_model, report), "--batch", 2, "--drafts", 5)
     assert code == 0, output
+    assert "Not compared with stock" in output
     assert "5 drafts per step: tokens identical to plain decoding." in output
     figures = json.loads(report.read_text())
     assert len(set(figures["prompt_tokens"])) == 2 and min(figures["prompt_tokens"]) > WINDOW
