@@ -490,11 +490,18 @@ def test_tiles() -> None:
         (16, 16, 2),
         (32, 16, 1),
     ]
-    assert _attend.variants({"BLOCK_N": 32, "num_warps": 8, "num_stages": 2})[-1] == {
-        "BLOCK_N": 16,
-        "num_warps": 8,
-        "num_stages": 3,
-    }
+    assert [tuple(v.values()) for v in _attend.variants({"BLOCK_N": 32, "num_warps": 8, "num_stages": 2})] == [
+        (32, 8, 3),
+        (64, 8, 2),
+        (64, 16, 2),
+        (32, 16, 2),
+        (16, 8, 3),
+    ]
+    assert list(_attend.variants({"BLOCK_N": 16, "num_warps": 16, "num_stages": 1})[0]) == [
+        "BLOCK_N",
+        "num_warps",
+        "num_stages",
+    ]
     assert _attend.token_tiles(24, 16) == {"HEADS": 16, "BLOCK_T": 1, "HEAD_BLOCKS": 2, "G": 24}
     assert _attend.token_tiles(5, 64) == {"HEADS": 8, "BLOCK_T": 8, "HEAD_BLOCKS": 1, "G": 5}
 

@@ -183,6 +183,10 @@ def test_how_programs_share_a_step() -> None:
     assert of(1) == (1, 64, 4) and of(8) == (1, 64, 2) and of(20) == (1, 64, 1)
     assert of(40) == (2, 64, 0) and of(64) == (3, 64, 0) and of(256) == of(None) == (6, 64, 0)
     assert of(64, 128) == (3, 128, 0) and of(8, 128) == (1, 64, 1)
+    assert of(11) == (1, 64, 2) and of(22) == (1, 64, 1) and of(23) == of(44) == (2, 64, 0) and of(45) == (3, 64, 0)
+    assert of(66) == (3, 64, 0) and of(67) == of(100) == (6, 64, 0)
+    assert [choice.config(n, 6, 64, 64, 132)["AHEAD"] for n in (1, 22, 23, None)] == [2, 2, 1, 1]
+    assert choice.config(100, 6, 192, 192, 132)["HEADS"] == 64 and choice.config(100, 6, 256, 256, 132)["HEADS"] == 128
 
 
 @pytest.mark.parametrize(
