@@ -406,6 +406,31 @@ def test_how_many_programs_share_keys() -> None:
     assert lowering.splits(1, 40, 32, 132) == 1
 
 
+def test_a_share_of_two_tiles_is_one() -> None:
+    options = {"BLOCK_M": 16, "BLOCK_N": 32, "num_stages": 3}
+    joined = options | {"BLOCK_N": 64, "num_stages": 2}
+    assert lowering.whole_share(options, 512, 8) == lowering.whole_share(options, 128, 2) == joined
+    assert lowering.whole_share(options | {"num_stages": 2}, 128, 2) == joined
+    for other, keys, shares in (
+        (options, 129, 2),
+        (options, 64, 1),
+        (options | {"BLOCK_M": 32}, 128, 2),
+        (options | {"num_stages": 1}, 128, 2),
+    ):
+        assert lowering.whole_share(other, keys, shares) == other
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_tokens_that_have_rows_in_a_program(block_m: int) -> None:
+    """Against the rows themselves, of steps that are long enough; short ones have no more than their tokens."""
+    for groups in range(1, 2 * block_m + 1):
+        rows = torch.arange(block_m * groups).view(-1, block_m)  # programs until they start with a token again
+        most = int((rows[:, -1] // groups - rows[:, 0] // groups).max()) + 1
+        held = lowering.tokens_in(block_m, groups, block_m)
+        assert held == most if block_m % groups == 0 or groups % block_m == 0 else most <= held <= most + 1
+        assert lowering.tokens_in(block_m, groups, 3) == min(held, 3)
+
+
 @pytest.mark.parametrize("tokens", ["known", "unknown"])
 @pytest.mark.parametrize(
     "case",

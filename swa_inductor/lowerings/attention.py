@@ -31,6 +31,20 @@ def splits(programs: int | None, keys: int, block_n: int, processors: int) -> in
     return 1 if programs is None else max(1, min(FILL * processors // max(programs, 1), keys // (2 * block_n)))
 
 
+def whole_share(options: dict[str, Any], keys: int, shares: int) -> dict[str, Any]:
+    """Options for programs of 16 rows that share keys, two tiles each: both tiles at once."""
+    block_n = options["BLOCK_N"]
+    if shares > 1 and keys <= 2 * shares * block_n and options["BLOCK_M"] == 16 and options["num_stages"] > 1:
+        return options | {"BLOCK_N": 2 * block_n, "num_stages": 2}
+    return options
+
+
+def tokens_in(block_m: int, groups: int, tokens_per_step: int) -> int:
+    """Tokens of a step that have rows in a program at most: as few as can be where rows and heads divide each other."""
+    aligned = block_m % groups == 0 or groups % block_m == 0
+    return min(-(-block_m // groups) if aligned else (block_m - 2) // groups + 2, tokens_per_step)
+
+
 TEMPLATE = _inductor.triton_template("attention", grid, source("attention"))
 
 
@@ -78,10 +92,8 @@ def lower_cuda(
     if rows > 32 and v_head_dim is None:
         few = rows <= 64 or (steps is not None and steps * -(-rows // 64) <= card.multi_processor_count)
         block_m = 64 if few else 128
-        # Tokens that have rows in a program: no more than needed where rows and heads divide each other.
-        aligned = block_m % groups == 0 or groups % block_m == 0
-        spread = -(-block_m // groups) if aligned else (block_m - 2) // groups + 2
-        options = _attend.resident(block_m, min(spread, tokens_per_step), dim, window, q.get_dtype(), card, around)
+        held = tokens_in(block_m, groups, tokens_per_step)
+        options = _attend.resident(block_m, held, dim, window, q.get_dtype(), card, around)
     if options is None:
         keys = window + tokens_per_step - 1
         options = _attend.config(rows, vector_block(max(dim, v_head_dim or 0)), q.get_dtype(), card, keys) | {
@@ -89,13 +101,7 @@ def lower_cuda(
         }
         programs = None if steps is None else steps * -(-rows // options["BLOCK_M"])
         shares = splits(programs, keys, options["BLOCK_N"], card.multi_processor_count)
-        if (
-            shares > 1
-            and keys <= 2 * shares * options["BLOCK_N"]
-            and options["BLOCK_M"] == 16
-            and options["num_stages"] > 1
-        ):
-            options |= {"BLOCK_N": 2 * options["BLOCK_N"], "num_stages": 2}  # the two tiles of a share at once
+        options = whole_share(options, keys, shares)
     row_blocks = -(-rows // options["BLOCK_M"])
     scratch: list[Any] = []
     if shares > 1:
