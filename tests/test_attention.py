@@ -453,6 +453,18 @@ def test_programs_that_keep_the_whole_window(case: Case, tokens: str) -> None:
     judge(case, x, run_on_cpu(code, args), exact)
 
 
+@pytest.mark.parametrize(
+    ("heads", "spec"),
+    [(32, swa.RingSpec(70, 1, 128, shared_kv=True)), (66, swa.RingSpec(70, 1, 128, kv_format="bf16"))],
+    ids=["few rows", "K and V"],
+)
+def test_no_window_is_kept_for(heads: int, spec: swa.RingSpec) -> None:
+    case = Case("", spec, heads)
+    x = decode_inputs(case)
+    code = generate_code(attention_op(case), *(x[n] for n in ATTENTION_ARGS))
+    assert "TILES : tl.constexpr = ()\n" in code.source
+
+
 def test_a_window_is_kept_only_where_it_fits() -> None:
     h200, ada, a100, rtx = (
         SimpleNamespace(major=major, shared_memory_per_block_optin=kb * 1024)
