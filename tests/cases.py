@@ -53,6 +53,7 @@ CASES = [
     Case("window-1", _spec(1, 1, 64, kv_format="bf16"), 2),
     Case("fp32-mxfp8", _spec(70, 2, 128, shared_kv=True), 3, FP32, sinks=True, softcap=20.0),
     Case("narrow-v", _spec(20, 8, 128, v_head_dim=64, kv_format="bf16"), 1),
+    Case("wide-v", _spec(130, 2, 64, v_head_dim=128, num_kv_heads=2), 4),
 ]
 FUSED_CASES = [
     Case("v4+", _spec(128, 6, 512, shared_kv=True), 64, sinks=True, q_norm="plain", rope_dim=64, inverse=True),

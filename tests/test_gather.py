@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import BY_NAME, CASES, GATHER_ARGS, Case, gather_op, prefill_inputs, template_launches
@@ -118,3 +120,27 @@ def test_consumers_fuse_behind_gather() -> None:
     code = generate_code(fn, *args)
     assert len(code.launches) == 1
     assert_same(run_on_cpu(code, args)[0], fn(*args))
+
+
+@pytest.mark.parametrize(
+    ("capability", "slot", "record", "e4m3", "words"),
+    [
+        ((8, 6), 0, 0, False, True),
+        ((8, 9), 0, 0, True, True),
+        ((9, 0), 4, 0, True, True),
+        ((9, 0), 2, 0, True, False),  # slots, or records of a row, begin between words
+        ((9, 0), 0, 2, True, False),
+    ],
+)
+def test_what_a_kernel_knows_of_records(
+    capability: tuple[int, int], slot: int, record: int, e4m3: bool, words: bool
+) -> None:
+    """Whether the card converts e4m3 and records may be read in words; `slot`, `record`: bytes between two of them."""
+    case = BY_NAME["gpt-oss"]
+    x = prefill_inputs(case)
+    slots, *shape, size = x["cache"].shape
+    ring = math.prod(shape) * (size + record)
+    x["cache"] = torch.zeros(slots, ring + slot, dtype=torch.uint8)[:, :ring].view(slots, *shape, -1)[..., :size]
+    code = generate_code(gather_op(case), *(x[n] for n in GATHER_ARGS), capability=capability)
+    for name, value in (("HARDWARE_E4M3", e4m3), ("WORDS", words)):
+        assert f"{name} : tl.constexpr = {value}\n" in code.source
