@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from numerics import assert_as_good_as
 from torch import Tensor
 
 import swa_inductor as swa
 from swa_inductor import records
+from swa_inductor.lowerings import _inductor
 from swa_inductor.reference_rope import rms_norm, rotate
 from swa_inductor.testing import GeneratedCode
 
@@ -448,6 +450,19 @@ def prepare_calls(case: Case, sequences: int) -> dict[str, tuple]:
     buffers = flat(swa.PreparedDecode.allocate(case.spec, sequences, width=width))
     fn = prepare_op(case.spec, case.slots, width)
     return {"prepare_decode": (fn, args), "prepare_decode.out": (fn, [*args, *buffers])}
+
+
+def declared_as_written(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Buffers that templates are said to write beside their output, in code that is generated from now on."""
+    names: set[str] = set()
+    append = _inductor.TritonTemplate.maybe_append_choice
+
+    def record(self, *args, mutated_inputs=(), **options):  # noqa: ANN001, ANN002, ANN003, ANN202
+        names.update(node.get_name() for node in mutated_inputs)
+        return append(self, *args, mutated_inputs=mutated_inputs, **options)
+
+    monkeypatch.setattr(_inductor.TritonTemplate, "maybe_append_choice", record)
+    return names
 
 
 def template_launches(code: GeneratedCode) -> list[str]:

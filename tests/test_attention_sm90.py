@@ -11,6 +11,7 @@ from cases import (
     ATTENTION_ARGS,
     Case,
     attention_op,
+    declared_as_written,
     decode_inputs,
     filled_cache,
     judge,
@@ -64,11 +65,13 @@ def emulate(code: GeneratedCode, x: dict[str, Any]) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
-def test_chosen_on_sm_90_alone(capability: tuple[int, int]) -> None:
-    x = decode_inputs(CASES[0])
+def test_chosen_on_sm_90_alone(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel, which writes lse and scratch beside its output, and no argument."""
+    x, written = decode_inputs(CASES[0]), declared_as_written(monkeypatch)
     code = generate_code(attention_op(CASES[0]), *arguments(x), capability=capability)
     assert len(template_launches(code)) == 1 and "_cpu(" not in code.call
     assert is_gluon(code) == (capability == (9, 0))
+    assert written and all(name.startswith("buf") for name in written)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from cases import (
     Case,
     attention_op,
     cast_back_op,
+    declared_as_written,
     decode_inputs,
     gather_op,
     index_op,
@@ -271,14 +272,7 @@ def test_no_op_allocates_what_a_cache_takes(name: str, case_name: str, monkeypat
         torch.zeros(4000, *a.shape[1:], dtype=torch.uint8) if isinstance(a, torch.Tensor) and a.dim() == 4 else a
         for a in args
     ]
-    written: set[str] = set()
-    append = _inductor.TritonTemplate.maybe_append_choice
-
-    def record(self, *args, mutated_inputs, **options):  # noqa: ANN001, ANN002, ANN003, ANN202
-        written.update(node.get_name() for node in mutated_inputs)
-        return append(self, *args, mutated_inputs=mutated_inputs, **options)
-
-    monkeypatch.setattr(_inductor.TritonTemplate, "maybe_append_choice", record)
+    written = declared_as_written(monkeypatch)
     code = generate_code(fn, *large)
     sizes = [8 * math.prod(int(n) for n in a.size) for a in code.allocations]
     cache_bytes = 4000 * BY_NAME[case_name].spec.ring_bytes
