@@ -420,6 +420,11 @@ def test_a_share_of_two_tiles_is_one() -> None:
         assert lowering.whole_share(other, keys, shares) == other
 
 
+def test_rows_of_a_program_that_keeps_its_window() -> None:
+    assert [lowering.resident_rows(rows, None, 132) for rows in (1, 64, 65)] == [64, 64, 128]
+    assert [lowering.resident_rows(96, steps, 132) for steps in (0, 66, 67)] == [64, 64, 128]
+
+
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_tokens_that_have_rows_in_a_program(block_m: int) -> None:
     """Against the rows themselves, of steps that are long enough; short ones have no more than their tokens."""

@@ -39,6 +39,12 @@ def whole_share(options: dict[str, Any], keys: int, shares: int) -> dict[str, An
     return options
 
 
+def resident_rows(rows: int, steps: int | None, processors: int) -> int:
+    """Rows of a program that keeps its whole window: 64 where few are known to come, for all of them to run at once."""
+    few = rows <= 64 or (steps is not None and steps * -(-rows // 64) <= processors)
+    return 64 if few else 128
+
+
 def tokens_in(block_m: int, groups: int, tokens_per_step: int) -> int:
     """Tokens of a step that have rows in a program at most: as few as can be where rows and heads divide each other."""
     aligned = block_m % groups == 0 or groups % block_m == 0
@@ -90,8 +96,7 @@ def lower_cuda(
     steps = None if tokens is None else tokens // tokens_per_step * kv_heads
     options, shares = None, 1
     if rows > 32 and v_head_dim is None:
-        few = rows <= 64 or (steps is not None and steps * -(-rows // 64) <= card.multi_processor_count)
-        block_m = 64 if few else 128
+        block_m = resident_rows(rows, steps, card.multi_processor_count)
         held = tokens_in(block_m, groups, tokens_per_step)
         options = _attend.resident(block_m, held, dim, window, q.get_dtype(), card, around)
     if options is None:
