@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -362,3 +363,11 @@ def test_code_is_the_same_with_autotuning_and_wrappers() -> None:
 def test_programs_of_a_launch(op: str, sizes: tuple, meta: dict[str, int], programs: tuple[int, int, int]) -> None:
     """As many as have something to do: what a program too many does again shows in no result."""
     assert _inductor.SymbolicGridFn(getattr(swa.lowerings, op).grid)(*sizes, meta) == programs
+
+
+def test_recorded_graphs_are_those_of_all_paths() -> None:
+    """A graph that follows another one is a child of it."""
+    leaf = SimpleNamespace(children={})
+    root = SimpleNamespace(children={0: [leaf, leaf], 1: [SimpleNamespace(children={2: [leaf]})]})
+    assert _inductor._recorded(SimpleNamespace(roots={0: [leaf], 1: [root, leaf]})) == 7
+    assert _inductor._recorded(None) == _inductor._recorded(SimpleNamespace(roots={})) == 0
