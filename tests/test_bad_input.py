@@ -180,7 +180,8 @@ def refused(call: Callable[[], object], texts: tuple[str, ...], held: dict[str, 
     with pytest.raises(swa.InvalidArgumentError) as error:
         call()
     message = str(error.value)
-    assert message.startswith(texts) and ": got " in message and "; allowed: " in message, message
+    assert message.startswith(texts) and ": got " in message, message
+    assert message.partition("; allowed: ")[2] not in ("", "None"), message
     for name, t in held.items():
         assert_same(t, before[name])
     return message
@@ -214,7 +215,6 @@ def test_tensors(name: str) -> None:
             others = OTHERS.get((argument, kind), OTHERS.get((argument, kind.split()[0]), ()))
             args = {**tensors, argument: wrong}
             message = refused(partial(function, **args, **options), (text, *others), tensors)
-            assert message.startswith((text, *others))
             family = kind.split()[0]
             if family in ("dtype", "rank", "size") and family not in traced:
                 traced.add(family)
