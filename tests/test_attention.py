@@ -379,7 +379,7 @@ def test_q_may_be_a_transposed_view() -> None:
     assert_as_good_as(out, want, plain.to(case.dtype))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "v4-tight-ring", "wide-v", "v4+-few-heads", "gpt-oss+"])
+@pytest.mark.parametrize("name", ["gemma3", "v4-tight-ring", "gemma3-fp32", "wide-v", "v4+-few-heads", "gpt-oss+"])
 def test_programs_that_share_keys_agree_with_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """E8: a small batch splits the keys of a row over programs; shares without a visible key change nothing."""
     case = BY_NAME[name]
