@@ -465,6 +465,11 @@ def declared_as_written(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+def has_constants(source: str, **constants: object) -> bool:
+    """Whether a kernel in the source is generated for these constants."""
+    return all(f" {name} : tl.constexpr = {value}\n" in source for name, value in constants.items())
+
+
 def template_launches(code: GeneratedCode) -> list[str]:
     """Launches of our kernels; beside them a graph may fill one buffer of counters with zeros."""
     ours = [name for name in code.launches if name.startswith("triton_tem")]

@@ -18,6 +18,7 @@ from cases import (
     attention_op,
     decode_inputs,
     filled_cache,
+    has_constants,
     judge,
     query_composed,
     steps,
@@ -104,7 +105,7 @@ def test_generated_source(case: Case) -> None:
     args = [x[name] for name in ATTENTION_ARGS]
     code = generate_code(attention_op(case), *args)
     assert len(template_launches(code)) == 1
-    judge(case, x, run_on_cpu(code, args), exact)
+    assert judge(case, x, run_on_cpu(code, args), exact) > 0
 
 
 @every_case
@@ -453,9 +454,8 @@ def test_programs_that_keep_the_whole_window(case: Case, tokens: str) -> None:
     code = generate_code(attention_op(case), *args, dynamic_inputs=dynamic if tokens == "unknown" else ())
     (kernel,) = (k for k in code.kernels if "attention" in k)
     block_m, tiles = (64, (128,)) if tokens == "known" else (128, (64, 64, 16) if case.heads == 64 else (64, 16))
-    for name, value in (("BLOCK_M", block_m), ("TILES", tiles)):
-        assert f"{name} : tl.constexpr = {value}\n" in code.kernel_source(kernel)
-    judge(case, x, run_on_cpu(code, args), exact)
+    assert has_constants(code.kernel_source(kernel), BLOCK_M=block_m, TILES=tiles)
+    assert judge(case, x, run_on_cpu(code, args), exact) > 0
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_no_window_is_kept_for(heads: int, spec: swa.RingSpec) -> None:
     case = Case("", spec, heads)
     x = decode_inputs(case)
     code = generate_code(attention_op(case), *(x[n] for n in ATTENTION_ARGS))
-    assert "TILES : tl.constexpr = ()\n" in code.source
+    assert has_constants(code.source, TILES=())
 
 
 def test_a_window_is_kept_only_where_it_fits() -> None:

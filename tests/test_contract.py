@@ -99,6 +99,10 @@ def overload(name: str) -> Any:
     return getattr(getattr(torch.ops.swa_inductor, packet), which or "default")
 
 
+def has_template(name: str) -> bool:
+    return hasattr(getattr(swa.lowerings, name.split(".")[0]), "TEMPLATE")
+
+
 def raw_call(name: str, fn: Callable, args: list) -> tuple[Callable, tuple, dict]:
     """The call of the op itself that the public function makes."""
     seen = {}
@@ -282,9 +286,8 @@ def test_no_op_allocates_what_a_cache_takes(name: str, case_name: str, monkeypat
     op, _, options = raw_call(name, fn, args)
     schema = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     arguments = sum(options.get(argument, args) is not None for argument in schema)
-    packet = name.split(".")[0]
+    packet, template = name.split(".")[0], has_template(name)
     output = packet not in ("store", "prepare_decode")  # whose template has one that nobody reads: it takes no memory
-    template = hasattr(getattr(swa.lowerings, packet), "TEMPLATE")
     of_caller = {buffer for buffer in written if buffer.startswith("arg")}
     assert len(of_caller) == (arguments if template else 0)
     assert len(written - of_caller) == (sum(map(bool, sizes)) - output if template else 0)
@@ -338,9 +341,8 @@ def test_code_is_the_same_with_autotuning_and_wrappers() -> None:
         for options in ({}, {"max_autotune": True}):
             code = generate_code(fn, *args, options=options)
             assert "extern_kernels" not in code.call and "torch.ops" not in code.call
-            packet = name.split(".")[0]
-            if hasattr(getattr(swa.lowerings, packet), "TEMPLATE"):
-                assert len(template_launches(code)) == 1 and packet in template_launches(code)[0]
+            if has_template(name):
+                assert len(template_launches(code)) == 1 and name.split(".")[0] in template_launches(code)[0]
 
 
 @pytest.mark.parametrize(
